@@ -1,0 +1,39 @@
+# Everything from nothing but Python 3.11 and make:
+#   make train   train a character-level GPT on ONNX Runtime and compare it with eager PyTorch
+#   make test    run the tests
+#   make lint    ruff and mypy
+PYTHON ?= python3.11
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+# One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
+export OMP_NUM_THREADS = 1
+
+.PHONY: train test lint format clean
+
+train: $(VENV)/installed-examples
+	$(VENV)/bin/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist out
+
+# A stamp for each set of extras: `installed-examples` holds what `make train` needs, `installed-dev` everything.
+$(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
