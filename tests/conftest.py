@@ -1,0 +1,42 @@
+"""Fixtures that every test shares."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_torch() -> Iterator[None]:
+    """Every test starts from one seed and leaves no compiled code behind."""
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., str]:
+    """`python(code, *arguments)`: what a fresh interpreter, started in an empty directory, prints; a failure shows its stderr."""
+
+    def run(code: str, *arguments: str, **environment: str) -> str:
+        neutral = tmp_path / "neutral"
+        neutral.mkdir(exist_ok=True)
+        process = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=neutral,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            capture_output=True,
+            text=True,
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout.strip()
+
+    return run
