@@ -1,0 +1,1 @@
+"""FX graph -> onnx_ir. Nothing in this package knows ONNX Runtime sessions."""

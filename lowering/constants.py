@@ -1,0 +1,44 @@
+"""Constants of the ONNX graph: one initializer per value and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+Scalar = bool | int | float
+_NAMED_UP_TO = 16  # elements; longer constants are not worth comparing
+
+
+def constant(op: Any, values: Scalar | Sequence[Any] | np.ndarray, dtype: ir.DataType) -> ir.Value:
+    """A constant tensor (0-d for a number) of the graph that `op` writes to; equal small constants are shared.
+
+    Integers that wrap around in an unsigned or narrow `dtype` (-1 as uint8) do so here as they do in PyTorch.
+    """
+    array = np.asarray(values)
+    if dtype == ir.DataType.BFLOAT16:
+        array = array.astype(np.float32)
+    array = array.astype(dtype.numpy())
+    initializers = op.builder.root.graph.initializers
+    if array.size <= _NAMED_UP_TO:
+        name = f"{dtype.short_name()}{list(array.shape)}{array.tolist()}".replace(" ", "")
+        if name in initializers:
+            return initializers[name]
+    else:
+        name = f"{dtype.short_name()}_{len(initializers)}"
+    return op.builder.root.initializer(ir.tensor(array, dtype=dtype, name=name), name=name, qualify=False)
+
+
+def int64s(op: Any, values: Sequence[int]) -> ir.Value:
+    """A 1-d int64 constant, the form in which ONNX takes shapes, axes and the like."""
+    return constant(op, np.array(values, dtype=np.int64), ir.DataType.INT64)
+
+
+def scalar_like(op: Any, number: Scalar | ir.Value, tensor: ir.Value) -> ir.Value:
+    """A number, or a symbolic one, as a 0-d tensor of `tensor`'s dtype."""
+    assert tensor.dtype is not None
+    if isinstance(number, ir.Value):
+        return number if number.dtype == tensor.dtype else op.Cast(number, to=tensor.dtype)
+    return constant(op, number, tensor.dtype)

@@ -1,0 +1,474 @@
+"""The loop over FX nodes: each becomes ONNX nodes by its own lowering, by torch_lib's, or one `PythonOp`."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import GraphBuilder
+from torch import fx
+
+from ort_backend.errors import LoweringError
+from ort_backend.lowering import registry, symbolic, torchlib
+from ort_backend.lowering.constants import constant
+from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.python_op import MS, PythonCall, write_python_op
+from ort_backend.lowering.registry import Lowering, Unsupported
+from ort_backend.target import OrtTarget
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+# Checks of the tracer with no result: Dynamo's guards have made them.
+_DROPPED = {
+    "aten::_assert_async",
+    "aten::_assert_scalar",
+    "aten::_assert_tensor_metadata",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+}
+# Results that are their first argument: nothing in a functional graph sees the difference.
+_SAME = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.lift_fresh.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten._conj_physical.default,
+}
+# On a complex value's carrier, real and imaginary part are the last dimension already.
+_CARRIER_VIEWS = {aten.view_as_real.default, aten.view_as_complex.default}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """One FX node that does not run on ONNX Runtime's own kernels.
+
+    Attributes:
+        operator: Its qualified name, such as `aten::sort`.
+        reason: Why.
+        where: The user's line, if known.
+    """
+
+    operator: str
+    reason: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredGraph:
+    """An ONNX model and what the runtime needs to run it.
+
+    Attributes:
+        model: The model; inputs and outputs stand in its graph.
+        python_calls: The callables behind its `PythonOp` nodes.
+        outside: Why each of them is there.
+        fx_nodes: Number of FX nodes that compute something.
+        onnx_nodes: Number of ONNX nodes.
+    """
+
+    model: ir.Model
+    python_calls: tuple[PythonCall, ...]
+    outside: tuple[Outside, ...]
+    fx_nodes: int
+    onnx_nodes: int
+
+
+class GraphLowering:
+    """Writes one ONNX graph, FX node by FX node."""
+
+    def __init__(self, target: OrtTarget, name: str, *, strict: bool = False) -> None:
+        self.target = target
+        self.strict = strict
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": target.opset, MS: 1}, name=name)
+        self.op = GraphBuilder(self.graph).op
+        self.env: dict[fx.Node, Any] = {}
+        self.python_calls: list[PythonCall] = []
+        self.outside: list[Outside] = []
+        self._lowered = 0
+        self._symbols: dict[str, ir.Value] = {}
+        self._random_order: ir.Value | None = None
+
+    # -- inputs and outputs
+
+    def add_input(self, node: fx.Node, name: str) -> ir.Value:
+        """A graph input for a placeholder: a tensor's carrier, or an int64 scalar for a symbolic integer."""
+        value = self.op.builder.input(name, *self._type_of(node.meta["val"]))
+        self.bind(node, value)
+        return value
+
+    def bind(self, node: fx.Node, value: Any) -> None:
+        """Says that `node`'s value is `value`."""
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value):
+            self._remember_symbol(fake, value)
+        self.env[node] = value
+
+    def add_output(self, value: ir.Value, name: str) -> None:
+        """A graph output. `value` may not be a graph input nor an output already: ask `fresh` for a copy of such a value."""
+        self.op.builder.add_output(value, name)
+
+    def fresh(self, value: ir.Value, fake: Any) -> ir.Value:
+        """A copy of `value`."""
+        return self._stamp(self.op.Identity(value), fake)
+
+    def yield_op(self, outputs: Sequence[ir.Value], tangents: Sequence[fx.Node], non_differentiable: Sequence[int]) -> None:
+        """The node at which the forward stops: hands out `outputs`, takes in the `tangents` (one for each differentiable output)."""
+        made = self.op.YieldOp(
+            *outputs,
+            non_differentiable_outputs=ir.AttrInt64s("non_differentiable_outputs", list(non_differentiable)),
+            full_shape_outputs=ir.AttrInt64s("full_shape_outputs", list(range(len(outputs)))),
+            _domain=MS,
+            _version=1,
+            _outputs=len(tangents),
+        )
+        values = (made,) if isinstance(made, ir.Value) else made
+        for node, value in zip(tangents, values, strict=True):
+            value.name = node.name
+            self.bind(node, self._stamp(value, node.meta["val"]))
+
+    def value(self, node: Any) -> Any:
+        """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in self.env:
+            self._lower_symbolic(node)
+        return self.env[node]
+
+    def finish(self) -> LoweredGraph:
+        """The finished graph."""
+        used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
+        for name, value in list(self.graph.initializers.items()):
+            if value not in used:
+                del self.graph.initializers[name]
+        model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
+        return LoweredGraph(model, tuple(self.python_calls), tuple(self.outside), self._lowered, len(self.graph))
+
+    # -- nodes
+
+    def run(self, nodes: Iterable[fx.Node]) -> None:
+        """Lowers `call_function` and `get_attr` nodes in order.
+
+        Raises:
+            LoweringError: a node cannot be expressed at all, or only as a `PythonOp` under `strict`.
+        """
+        for node in nodes:
+            if node not in self.env and not self._is_symbolic(node):
+                with _Provenance(self.graph, node):
+                    self.env[node] = self._lower(node)
+
+    def _lower(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self._attribute(node)
+        if node.target is operator.getitem:
+            return self._item(node)
+        if _name(node.target) in _DROPPED:
+            return None
+        if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
+            return self.value(node.args[0])
+        self._lowered += 1
+        if node.target in _CARRIER_VIEWS:
+            return self.value(node.args[0])
+        reason = self._not_native(node)
+        if reason is None:
+            result, reason = self._by_lowering(node)
+            if reason is None:
+                return result
+        return self._by_python_op(node, reason)
+
+    def _by_lowering(self, node: fx.Node) -> tuple[Any, str | None]:
+        """The result of the first lowering that fits, or why none does."""
+        reason = "no lowering"
+        candidates: list[Callable[[], Any]] = [
+            lambda lowering=lowering: self._call(lowering, node)  # type: ignore[misc]
+            for lowering in registry.find(node.target, self.target)
+        ]
+        if not candidates and (function := torchlib.find(node.target)) is not None:
+            candidates = [lambda: self._call_torchlib(function, node)]
+        for candidate in candidates:
+            mark = len(self.graph)
+            try:
+                result = candidate()
+            except Unsupported as unsupported:
+                reason = str(unsupported) or "arguments not expressible in ONNX"
+                self._roll_back(mark)
+                continue
+            lacking = next((new for new in self._since(mark) if not self.target.has_kernel(new)), None)
+            if lacking is None:
+                return result, None
+            reason = f"{self.target.provider} has no {lacking.op_type} kernel for {_types(lacking)}"
+            self._roll_back(mark)
+        return None, reason
+
+    def _since(self, mark: int) -> list[ir.Node]:
+        return _last(self.graph, len(self.graph) - mark)
+
+    def _roll_back(self, mark: int) -> None:
+        written = self._since(mark)
+        if written:
+            self.graph.remove(written, safe=False)
+        self._symbols = {name: value for name, value in self._symbols.items() if value.producer() not in set(written)}
+
+    def _call(self, lowering: Lowering, node: fx.Node) -> Any:
+        """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
+        args, kwargs = self._arguments(node)
+        if not lowering.any_dtype:
+            args, kwargs = self._promote(lowering, node, args, kwargs)
+        return self._results(lowering.function(self.op, *args, **kwargs), node)
+
+    def _call_torchlib(self, function: Callable[..., Any], node: fx.Node) -> Any:
+        args, kwargs = self._arguments(node)
+        plain = Lowering(node.target, function)  # type: ignore[arg-type]
+        args, kwargs = self._promote(plain, node, args, kwargs)
+        return self._results(torchlib.call(function, self.op, args, kwargs), node)
+
+    def _arguments(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
+        return [fx.map_arg(arg, self.value) for arg in node.args], {key: fx.map_arg(arg, self.value) for key, arg in node.kwargs.items()}
+
+    def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        wanted = self._promoted_dtype(lowering, node)
+
+        def cast(name: str, value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(cast(name, part) for part in value)
+            if not isinstance(value, ir.Value) or name in lowering.keep or (wanted is None and "symbol" in value.meta):
+                return value
+            assert value.dtype is not None
+            return self._cast(value, wanted if wanted is not None else self._compute(to_torch(value.dtype)))
+
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        return [cast(name, arg) for name, arg in zip(names, args)], {name: cast(name, arg) for name, arg in kwargs.items()}
+
+    def _promoted_dtype(self, lowering: Lowering, node: fx.Node) -> torch.dtype | None:
+        if lowering.promote is None:
+            return None
+        if lowering.promote == "bool":
+            return torch.bool
+        if lowering.promote == "output":
+            fake = node.meta["val"]
+            return self._compute((fake[0] if isinstance(fake, (tuple, list)) else fake).dtype)
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        named = [(a.name, arg) for a, arg in zip(schema, node.args)]
+        common = _common_dtype([_fake(arg) for name, arg in named if name not in lowering.keep])
+        return self._compute(torch.int32 if common == torch.bool else common)
+
+    def _compute(self, dtype: torch.dtype) -> torch.dtype:
+        return compute_dtype(dtype, has_half_kernels=self.target.has_half_kernels)
+
+    def _cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+        wanted = to_ir(dtype)
+        return value if value.dtype == wanted else self.op.Cast(value, to=wanted)
+
+    def _results(self, results: Any, node: fx.Node) -> Any:
+        """The lowering's results with the node's dtypes and shapes."""
+        fake = node.meta["val"]
+        if isinstance(fake, (tuple, list)):
+            results = [results] if isinstance(results, ir.Value) else list(results)
+            assert len(results) == len(fake), f"{node.target}: {len(results)} results for {len(fake)}"
+            return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
+        return self._result(results, fake)
+
+    def _result(self, value: ir.Value, fake: Any) -> ir.Value:
+        if isinstance(fake, torch.Tensor):
+            wanted = to_ir(fake.dtype)
+            if value.dtype is None:
+                value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
+            if value.dtype != wanted:
+                value = self.op.Cast(value, to=wanted)
+        return self._stamp(value, fake)
+
+    def _stamp(self, value: ir.Value, fake: Any) -> ir.Value:
+        """Writes what the fake value knows about dtype and shape on an ONNX value."""
+        dtype, shape = self._type_of(fake)
+        if value.producer() is not None:
+            value.type, value.shape = ir.TensorType(dtype), shape
+        return value
+
+    def _type_of(self, fake: Any) -> tuple[ir.DataType, ir.Shape]:
+        if isinstance(fake, torch.Tensor):
+            kind = carrier(fake.dtype)
+            if kind is None:
+                raise LoweringError(f"tensors of dtype {fake.dtype} cannot be handed to ONNX Runtime")
+            return kind.dtype, symbolic.shape(fake.shape, kind.extra_dims)
+        if isinstance(fake, (torch.SymBool, bool)):
+            return ir.DataType.BOOL, ir.Shape([])
+        return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
+
+    # -- PythonOp
+
+    def _not_native(self, node: fx.Node) -> str | None:
+        """Why no lowering can take this node: a dtype that ONNX kernels do not work on."""
+        fakes = [n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]
+        for fake in torch.utils._pytree.tree_leaves(fakes):
+            if isinstance(fake, torch.Tensor):
+                kind = carrier(fake.dtype)
+                if kind is None or not kind.native:
+                    return f"{fake.dtype} has no ONNX Runtime kernels"
+        return None
+
+    def _by_python_op(self, node: fx.Node, reason: str) -> Any:
+        title, where = _name(node.target), user_line(node)
+        if self.strict or not self.target.python_op:
+            raise LoweringError(f"{title} does not run on ONNX Runtime: {reason}{_at(where)}")
+        if not callable(node.target):
+            raise LoweringError(f"{title} cannot be called{_at(where)}")
+        fake = node.meta.get("val")
+        for leaf in torch.utils._pytree.tree_leaves(fake):
+            if isinstance(leaf, torch.Tensor):
+                self._type_of(leaf)
+        args, kwargs = self._arguments(node)
+        fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), ir.Value)]
+        target = node.target
+        values, call = self._write_python_op(node, target, title, tuple(args), kwargs, fake, fakes)
+        self.python_calls.append(call)
+        self.outside.append(Outside(title, reason, where))
+        log.debug("%s runs as a PythonOp: %s%s", title, reason, _at(where))
+        if isinstance(fake, (tuple, list)):
+            return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]
+        return None if fake is None else self._stamp(values[0], fake)  # type: ignore[arg-type]
+
+    def _write_python_op(self, node: fx.Node, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: Any) -> Any:
+        return write_python_op(self.op, target, title, args, kwargs, fake, fakes)
+
+    def _leaf(self, node: fx.Node) -> Any:
+        return self.env.get(node)
+
+    # -- other kinds of node
+
+    def _item(self, node: fx.Node) -> Any:
+        values, index = self.value(node.args[0]), node.args[1]
+        return values[index]
+
+    def _attribute(self, node: fx.Node) -> ir.Value:
+        """A tensor constant of the traced module."""
+        owner: Any = node.graph.owning_module
+        for part in str(node.target).split("."):
+            owner = getattr(owner, part)
+        if not isinstance(owner, torch.Tensor):
+            return owner
+        array = owner.detach().cpu()
+        kind = carrier(array.dtype)
+        if kind is None or not kind.native or array.dtype == torch.bfloat16:
+            raise LoweringError(f"constant {node.target} has dtype {array.dtype}, which cannot be a constant of an ONNX graph{_at(user_line(node))}")
+        return constant(self.op, array.numpy(), kind.dtype)
+
+    # -- symbolic numbers
+
+    def _is_symbolic(self, node: fx.Node) -> bool:
+        return "val" in node.meta and symbolic.is_symbolic(node.meta["val"]) and node.op == "call_function"
+
+    def _remember_symbol(self, fake: torch.SymInt, value: ir.Value) -> None:
+        name = symbolic.dim(fake)
+        if isinstance(name, str):
+            value.meta["symbol"] = name
+            self._symbols.setdefault(name, value)
+
+    def _lower_symbolic(self, node: fx.Node) -> None:
+        fake = node.meta.get("val")
+        if not self._is_symbolic(node):
+            raise LoweringError(f"{node.format_node()} is used before it is computed")
+        if isinstance(fake, (int, float, bool)) and not isinstance(fake, torch.SymInt):
+            self.env[node] = fake
+            return
+        name = symbolic.dim(fake) if isinstance(fake, torch.SymInt) else None
+        if isinstance(name, int):
+            self.env[node] = name
+        elif name in self._symbols:
+            self.env[node] = self._symbols[name]
+        else:
+            self.bind(node, self._stamp(self._write_symbolic(node), fake))
+
+    def _write_symbolic(self, node: fx.Node) -> ir.Value:
+        args = [fx.map_arg(arg, self.value) for arg in node.args]
+        if node.target is aten.sym_size.int:
+            return symbolic.size_of(self.op, *args)
+        if node.target is aten.sym_numel.default:
+            return self.op.Size(args[0])
+        if node.target is aten._local_scalar_dense.default:
+            dtype, _ = self._type_of(node.meta["val"])
+            return self.op.Reshape(self.op.Cast(args[0], to=dtype), constant(self.op, [], ir.DataType.INT64))
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        if node.target not in symbolic.FUNCTIONS:
+            raise LoweringError(f"{_name(node.target)} of symbolic numbers has no ONNX form{_at(user_line(node))}")
+        first = next(arg for arg in torch.utils._pytree.tree_leaves(args) if isinstance(arg, ir.Value))
+        dtype = first.dtype if node.target is not operator.truediv else ir.DataType.DOUBLE
+        assert dtype is not None
+        operands = torch.utils._pytree.tree_map(lambda a: a if isinstance(a, ir.Value) else constant(self.op, a, dtype), args)
+        return symbolic.FUNCTIONS[node.target](self.op, *operands)
+
+
+class _Provenance:
+    """Writes the FX node and the user's stack trace on every ONNX node made inside."""
+
+    def __init__(self, graph: ir.Graph, node: fx.Node) -> None:
+        self.graph, self.node, self.start = graph, node, len(graph)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if len(self.graph) == self.start:
+            return
+        where = user_line(self.node)
+        for made in _last(self.graph, len(self.graph) - self.start):
+            made.metadata_props.clear()
+            made.metadata_props["fx_node"] = self.node.format_node() or self.node.name
+            made.metadata_props["stack_trace"] = where
+
+
+def _last(graph: ir.Graph, count: int) -> list[ir.Node]:
+    """The `count` newest nodes, oldest first."""
+    nodes = reversed(graph)
+    return [next(nodes) for _ in range(count)][::-1]
+
+
+def user_line(node: fx.Node) -> str:
+    """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
+    trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    for i in range(len(trace) - 1, -1, -1):
+        if trace[i].startswith("File "):
+            source = trace[i + 1] if i + 1 < len(trace) else ""
+            return f"{trace[i]}: {source}" if source else trace[i]
+    return ""
+
+
+def _at(where: str) -> str:
+    return f"\n  at {where}" if where else ""
+
+
+def _name(target: object) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target.name().removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+def _types(node: ir.Node) -> str:
+    return ", ".join(str(value.dtype) for value in node.inputs if value is not None)
+
+
+def _fake(arg: Any) -> Any:
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def _flat_nodes(tree: Any) -> list[fx.Node]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
+
+
+def _common_dtype(values: Sequence[Any]) -> torch.dtype:
+    operands = [v for v in torch.utils._pytree.tree_leaves(list(values)) if v is not None]
+    numbers = [1 if isinstance(v, torch.SymInt) else 1.0 if isinstance(v, torch.SymFloat) else v for v in operands]
+    result: Any = numbers[0]
+    if len(numbers) == 1:
+        return result.dtype
+    dtype = torch.result_type(numbers[0], numbers[1])
+    for more in numbers[2:]:
+        dtype = torch.promote_types(dtype, more.dtype if isinstance(more, torch.Tensor) else dtype)
+    return dtype

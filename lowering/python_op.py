@@ -1,0 +1,186 @@
+"""FX nodes that run as `com.microsoft::PythonOp`: the ATen kernel itself, inside the session, on the same memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.dtypes import Carrier, carrier
+
+MS = "com.microsoft"
+_names = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class PythonCall:
+    """A callable behind one `PythonOp` node.
+
+    Attributes:
+        name: The node's `func_name`, unique in the process.
+        title: What a person calls it, such as `aten::sort`.
+        function: Takes the node's input tensors as ONNX carries them (contiguous, complex as pairs), returns its output tensors likewise.
+    """
+
+    name: str
+    title: str
+    function: Callable[..., Sequence[torch.Tensor]]
+
+
+def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as ONNX carries it: contiguous, real, of a dtype that ONNX has. Copies only what is not contiguous."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).contiguous()
+    kind = carrier(tensor.dtype)
+    if kind is not None and not kind.native:
+        return tensor.contiguous().view(torch.uint8)
+    return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
+
+
+def from_carrier(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `to_carrier`, without a copy."""
+    if tensor.dtype == dtype:
+        return tensor
+    if dtype.is_complex:
+        return torch.view_as_complex(tensor)
+    return tensor.view(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TensorSlot:
+    """Where a tensor or symbolic number stands in the flattened arguments, and how it arrives."""
+
+    position: int
+    dtype: torch.dtype | None  # None: a number
+    stride: tuple[int, ...] | None = None
+
+
+# Operators whose meaning depends on the strides of their argument and not on its values alone.
+_READS_STRIDES = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
+
+
+def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> PythonCall:
+    """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them."""
+    unflatten = torch.utils._pytree.tree_unflatten
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        flat = list(constants)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            flat[slot.position] = _arrive(slot, tensor)
+        args, kwargs = unflatten(flat, spec)
+        with torch.no_grad():
+            result = target(*args, **kwargs)
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
+        return [_own(to_carrier(_as_tensor(value)), mine) for value in results if value is not None]
+
+    return PythonCall(f"{title}#{next(_names)}", title, run)
+
+
+def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
+    if slot.dtype is None:
+        return tensor.item()
+    value = from_carrier(tensor, slot.dtype)
+    if slot.stride is not None and value.stride() != slot.stride:
+        value = torch.empty_strided(value.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value
+
+
+def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    return tensor.clone() if tensor.numel() and tensor.untyped_storage().data_ptr() in taken else tensor
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
+
+
+def write_python_op(
+    op: Any, target: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, fakes: Sequence[Any]
+) -> tuple[list[ir.Value | None], PythonCall]:
+    """Writes a `PythonOp` node that calls `target(*args, **kwargs)`.
+
+    Args:
+        op: The builder.
+        target: What to call with torch tensors.
+        title: Its name for people, also in the dumped graph.
+        args: Arguments in which tensors and symbolic numbers are `ir.Value`.
+        kwargs: Likewise.
+        fake: The node's fake result: a tensor, or a sequence of tensors, numbers and None.
+        fakes: The fake value of every `ir.Value` among the flattened arguments, in order.
+
+    Returns:
+        One value for each result (None where the fake result is None), and the callable to register.
+    """
+    flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    values, slots = [], []
+    remaining = iter(fakes)
+    for position, argument in enumerate(flat):
+        if isinstance(argument, ir.Value):
+            like = next(remaining)
+            is_tensor = isinstance(like, torch.Tensor)
+            stride = _static_stride(like) if is_tensor and target in _READS_STRIDES else None
+            slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
+            values.append(argument)
+    constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
+    call = make_call(target, title, spec, constants, slots)
+    results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+    outputs = [_output_of(value) for value in results if value is not None]
+    made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
+    return _as_declared(op, made, results, outputs), call
+
+
+def _static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:
+    return tuple(int(s) for s in fake.stride()) if all(isinstance(s, int) for s in fake.stride()) else None
+
+
+def _output_of(value: Any) -> tuple[Carrier, int]:
+    """Carrier and rank of one result as the node declares it."""
+    if not isinstance(value, torch.Tensor):
+        return Carrier(ir.DataType.INT64 if isinstance(value, (int, torch.SymInt)) else ir.DataType.DOUBLE), 0
+    kind = carrier(value.dtype)
+    assert kind is not None
+    if value.dtype == torch.bool:  # DLPack hands bool tensors to ONNX Runtime as bytes
+        kind = Carrier(ir.DataType.UINT8)
+    return kind, value.dim() + len(kind.extra_dims)
+
+
+def _attributes(call: PythonCall, values: list[ir.Value], outputs: list[tuple[Carrier, int]]) -> dict[str, Any]:
+    dtypes = [value.dtype for value in values]
+    assert all(dtype is not None for dtype in dtypes)
+    return {
+        "func_name": call.name,
+        "input_convention": "d" * len(values),
+        "input_tensor_types": ir.AttrInt64s("input_tensor_types", [int(dtype) for dtype in dtypes]),  # type: ignore[arg-type]
+        "input_tensor_ranks": ir.AttrInt64s("input_tensor_ranks", [value.shape.rank() for value in values]),  # type: ignore[union-attr]
+        "input_requires_grads": ir.AttrInt64s("input_requires_grads", [0] * len(values)),
+        "output_tensor_types": ir.AttrInt64s("output_tensor_types", [int(kind.dtype) for kind, _ in outputs]),
+        "output_tensor_ranks": ir.AttrInt64s("output_tensor_ranks", [rank for _, rank in outputs]),
+        "training_mode": 0,
+        "comment": call.title,
+    }
+
+
+def _as_declared(op: Any, made: Sequence[ir.Value], results: list[Any], outputs: list[tuple[Carrier, int]]) -> list[ir.Value | None]:
+    """The node's outputs with their types, bool again where they were."""
+    made[0].type, made[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
+    remaining = iter(zip(made[1:], outputs, strict=True))
+    values: list[ir.Value | None] = []
+    for result in results:
+        if result is None:
+            values.append(None)
+            continue
+        value, (kind, rank) = next(remaining)
+        value.type = ir.TensorType(kind.dtype)
+        value.shape = ir.Shape([None] * rank)
+        is_bool = isinstance(result, torch.Tensor) and result.dtype == torch.bool
+        values.append(op.Cast(value, to=ir.DataType.BOOL) if is_bool else value)
+    return values

@@ -1,0 +1,106 @@
+"""The table of lowerings: ATen operator -> functions that write ONNX nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from ort_backend.target import OrtTarget
+
+Promote = Literal["output", "inputs", "bool"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Unsupported(Exception):
+    """Raised by a lowering for arguments that it does not express; the next lowering, or `PythonOp`, takes the node."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """One way to write one operator in ONNX.
+
+    Attributes:
+        target: The operator overload.
+        function: `function(op, *args, **kwargs)` with `op` an `onnxscript` OpBuilder and the schema's arguments: tensors and
+            symbolic numbers as `onnx_ir.Value`, everything else as in the FX graph. Returns one value, or a sequence of values for
+            an operator with several results (None for a result that is not computed).
+        requires: Operators outside ONNX (`"com.microsoft::GeluGrad"`) that the target must have.
+        promote: `"output"` casts the tensor arguments to the result's dtype first, `"inputs"` to their common dtype (comparisons),
+            `"bool"` to bool.
+        keep: Names of the arguments that `promote` leaves alone.
+        any_dtype: The operator only moves data, so that no dtype needs a cast to compute in.
+    """
+
+    target: torch._ops.OpOverload
+    function: Callable[..., Any]
+    requires: tuple[str, ...] = ()
+    promote: Promote | None = None
+    keep: frozenset[str] = frozenset()
+    any_dtype: bool = False
+
+
+_table: dict[torch._ops.OpOverload, list[Lowering]] = {}
+
+
+def register(
+    *targets: torch._ops.OpOverload,
+    requires: tuple[str, ...] = (),
+    promote: Promote | None = None,
+    keep: tuple[str, ...] = (),
+    any_dtype: bool = False,
+) -> Callable[[Function], Function]:
+    """Registers a function as a lowering of operator overloads (see `Lowering` for the arguments).
+
+    A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form.
+
+    Raises:
+        TypeError: a target is an overload packet (`aten.add`) instead of an overload (`aten.add.Tensor`).
+        ValueError: that target already has a lowering with these requirements.
+    """
+    for target in targets:
+        if not isinstance(target, torch._ops.OpOverload):
+            raise TypeError(f"register takes operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
+
+    def add(function: Function) -> Function:
+        for target in targets:
+            present = _table.setdefault(target, [])
+            if any(lowering.requires == requires for lowering in present):
+                raise ValueError(f"{target} already has a lowering with requires={requires}")
+            present.append(Lowering(target, function, requires, promote, frozenset(keep), any_dtype))
+            present.sort(key=lambda lowering: -len(lowering.requires))
+        return function
+
+    return add
+
+
+def find(target: object, ort: OrtTarget) -> Iterator[Lowering]:
+    """The lowerings of `target` that `ort` has the operators for, best first."""
+    load()
+    if isinstance(target, torch._ops.OpOverload):
+        for lowering in _table.get(target, ()):
+            if all(name in ort.contrib_ops for name in lowering.requires):
+                yield lowering
+
+
+def registered() -> dict[torch._ops.OpOverload, tuple[Lowering, ...]]:
+    """Every registered lowering by operator."""
+    load()
+    return {target: tuple(lowerings) for target, lowerings in _table.items()}
+
+
+_loaded = False
+
+
+def load() -> None:
+    """Imports every module of `ort_backend.lowering.ops`, which fills the table."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        package = importlib.import_module("ort_backend.lowering.ops")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")

@@ -1,0 +1,163 @@
+"""Symbolic integers of dynamic shapes as int64 scalars of the ONNX graph."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import constant, int64s
+
+Number = int | float | ir.Value
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether a fake value (`node.meta["val"]`) is a number instead of a tensor."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+def dim(size: int | torch.SymInt) -> int | str:
+    """One dimension for an `ir.Shape`: the number, or the expression as its name."""
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_number else str(expression)
+    return int(size)
+
+
+def shape(sizes: Sequence[int | torch.SymInt], extra: tuple[int, ...] = ()) -> ir.Shape:
+    """The ONNX shape of fake sizes."""
+    return ir.Shape([*map(dim, sizes), *extra])
+
+
+def name_of(size: Number) -> int | str | None:
+    """What `dim` would call this size argument of a lowering: the number, the name of its expression, or None if it has none."""
+    if isinstance(size, ir.Value):
+        return size.meta.get("symbol")
+    return int(size)
+
+
+def _floor_div(op: Any, a: Number, b: Number) -> ir.Value:
+    # Sizes are not negative, so that ONNX's truncating division floors.
+    return op.Div(a, b)
+
+
+def _pow(op: Any, a: Number, b: Number) -> ir.Value:
+    return op.Pow(a, b)
+
+
+def _true_div(op: Any, a: Number, b: Number) -> ir.Value:
+    return op.Div(as_double(op, a), as_double(op, b))
+
+
+def as_double(op: Any, value: Number) -> ir.Value:
+    """`value` as a float64 scalar, Python's own float."""
+    if isinstance(value, ir.Value):
+        return value if value.dtype == ir.DataType.DOUBLE else op.Cast(value, to=ir.DataType.DOUBLE)
+    return constant(op, float(value), ir.DataType.DOUBLE)
+
+
+def _fold(write: Callable[..., ir.Value]) -> Callable[..., ir.Value]:
+    """Takes any number of arguments from left to right."""
+
+    def fold(op: Any, *values: Number) -> ir.Value:
+        result: Any = values[0]
+        for value in values[1:]:
+            result = write(op, result, value)
+        return result
+
+    return fold
+
+
+def _rounded(kind: str) -> Callable[..., ir.Value]:
+    def round_(op: Any, value: Number) -> ir.Value:
+        if isinstance(value, ir.Value) and value.dtype == ir.DataType.INT64:
+            return value
+        return op.Cast(getattr(op, kind)(as_double(op, value)), to=ir.DataType.INT64)
+
+    return round_
+
+
+# Functions of numbers that Dynamo and AOTAutograd put into graphs -> how they are written in ONNX.
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    operator.add: lambda op, a, b: op.Add(a, b),
+    operator.sub: lambda op, a, b: op.Sub(a, b),
+    operator.mul: lambda op, a, b: op.Mul(a, b),
+    operator.floordiv: _floor_div,
+    operator.truediv: _true_div,
+    operator.mod: lambda op, a, b: op.Mod(a, b),
+    operator.pow: _pow,
+    operator.neg: lambda op, a: op.Neg(a),
+    operator.eq: lambda op, a, b: op.Equal(a, b),
+    operator.lt: lambda op, a, b: op.Less(a, b),
+    operator.le: lambda op, a, b: op.LessOrEqual(a, b),
+    operator.gt: lambda op, a, b: op.Greater(a, b),
+    operator.ge: lambda op, a, b: op.GreaterOrEqual(a, b),
+    operator.ne: lambda op, a, b: op.Not(op.Equal(a, b)),
+    torch.sym_float: as_double,
+    torch.sym_int: _rounded("Floor"),
+    torch.sym_not: lambda op, a: op.Not(a),
+    torch.sym_max: _fold(lambda op, a, b: op.Max(a, b)),
+    torch.sym_min: _fold(lambda op, a, b: op.Min(a, b)),
+    torch.sym_ite: lambda op, c, a, b: op.Where(c, a, b),
+    math.floor: _rounded("Floor"),
+    math.ceil: _rounded("Ceil"),
+    math.trunc: _rounded("Floor"),
+}
+if hasattr(torch, "sym_sum"):
+    FUNCTIONS[torch.sym_sum] = lambda op, values: _fold(lambda op, a, b: op.Add(a, b))(op, *values)
+for _name in ("_sym_sqrt", "sym_sqrt"):
+    if hasattr(torch, _name):
+        FUNCTIONS[getattr(torch, _name)] = lambda op, a: op.Sqrt(as_double(op, a))
+
+
+def size_of(op: Any, tensor: ir.Value, axis: int) -> ir.Value:
+    """`tensor.shape[axis]` as an int64 scalar."""
+    axis %= tensor.shape.rank()  # type: ignore[union-attr]
+    return op.Squeeze(op.Shape(tensor, start=axis, end=axis + 1), [0])
+
+
+def as_vector(op: Any, size: Sequence[Number]) -> ir.Value:
+    """`size` as a 1-d int64 tensor, constant where it can be."""
+    if all(not isinstance(part, ir.Value) for part in size):
+        return int64s(op, [int(part) for part in size])  # type: ignore[arg-type]
+    parts: list[Any] = []
+    known: list[int] = []
+    for part in size:
+        if isinstance(part, ir.Value):
+            if known:
+                parts.append(int64s(op, known))
+                known = []
+            parts.append(op.Unsqueeze(part, [0]))
+        else:
+            known.append(int(part))
+    if known:
+        parts.append(int64s(op, known))
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+
+
+def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
+    """`tensor` with new sizes (a -1 among them is inferred).
+
+    Symbolic sizes need no arithmetic in the graph as long as one of them is unknown at most: ONNX's Reshape copies a size from the
+    same place of the input where it is written as 0, and infers the one that is written as -1.
+    """
+    source = list(tensor.shape) if tensor.shape is not None else []
+    empty = any(part == 0 for part in size if not isinstance(part, ir.Value)) or 0 in source
+    wanted: list[int] = []
+    for i, part in enumerate(size):
+        name = name_of(part)
+        if isinstance(name, int):
+            wanted.append(name)
+        elif i < len(source) and name is not None and isinstance(source[i], ir.SymbolicDim) and source[i].value == name:
+            wanted.append(0)
+        else:
+            wanted.append(-1)
+    if empty and not any(isinstance(part, ir.Value) for part in size):
+        return op.Reshape(tensor, as_vector(op, size), allowzero=1)
+    if empty or wanted.count(-1) > 1:
+        return op.Reshape(tensor, as_vector(op, size), allowzero=int(-1 not in [p for p in size if not isinstance(p, ir.Value)]))
+    return op.Reshape(tensor, as_vector(op, wanted))

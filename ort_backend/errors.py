@@ -1,0 +1,27 @@
+"""Errors that a user can reach. Each says what happened, where in the user's code, and what to do about it."""
+
+from __future__ import annotations
+
+
+class OrtBackendError(RuntimeError):
+    """Base class of every error that this package raises itself."""
+
+
+class OptionError(OrtBackendError, ValueError):
+    """An option has an unknown name or a value that it does not accept."""
+
+
+class EnvironmentProblem(OrtBackendError, ImportError):
+    """A needed package is missing, too old, or installed twice."""
+
+
+class LoweringError(OrtBackendError):
+    """A node of the FX graph cannot be expressed in ONNX, or `strict` forbids how it would be."""
+
+
+class SessionError(OrtBackendError):
+    """ONNX Runtime rejected a model, or failed while it ran one."""
+
+
+class VerificationError(OrtBackendError, AssertionError):
+    """`verify` found an output or gradient that differs from eager PyTorch."""

@@ -1,0 +1,75 @@
+"""The options of `torch.compile(..., backend="ort_training", options={...})`: each is declared once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ort_backend.errors import OptionError
+
+OPSETS = range(18, 22)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """Settings of one compiled model.
+
+    Attributes:
+        provider: ONNX Runtime execution provider, such as `"CPUExecutionProvider"`. None follows the tensors: CPU tensors run
+            on the CPU provider, CUDA tensors on the CUDA provider.
+        provider_options: Options of that provider, as `onnxruntime.InferenceSession(provider_options=[...])` takes them.
+        session_options: Attributes of `onnxruntime.SessionOptions` by name (`{"intra_op_num_threads": 4}`); a name with a dot is a
+            session configuration entry (`{"session.intra_op.allow_spinning": "1"}`).
+        opset: ONNX operator set of the generated graphs, 18 to 21.
+        strict: If true, an operator that would run outside ONNX Runtime's own kernels (as a `PythonOp`) is an error.
+        verify: Compare the first `verify` calls of every graph, outputs and gradients, with eager PyTorch, and raise
+            `VerificationError` naming the first that differs.
+        dump_dir: Directory that gets, for every graph, the FX text, the `.onnx` files before and after ONNX Runtime's
+            optimiser, and a runnable repro script. None writes nothing.
+    """
+
+    provider: str | None = None
+    provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    opset: int = 18
+    strict: bool = False
+    verify: int = 0
+    dump_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.provider is None or isinstance(self.provider, str), "provider", self.provider, "a provider name or None")
+        _require(isinstance(self.provider_options, Mapping), "provider_options", self.provider_options, "a dict")
+        _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
+        _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
+        _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
+        _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
+        _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:
+        """The options that `torch.compile` hands over, checked.
+
+        Raises:
+            OptionError: a name is unknown (with the nearest known one) or a value is not accepted.
+        """
+        if isinstance(options, cls):
+            return options
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise OptionError(f'unknown option {name!r} for backend="ort_training"; {hint}')
+        return cls(**dict(options or {}))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(accepted: bool, name: str, value: object, wanted: str) -> None:
+    if not accepted:
+        raise OptionError(f"option {name!r} is {value!r}, but must be {wanted}")

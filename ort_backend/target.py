@@ -1,0 +1,42 @@
+"""What the lowering lowers for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+
+def _every_kernel(node: Any) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class OrtTarget:
+    """The ONNX Runtime that will run a graph, as far as a lowering needs to know it.
+
+    Attributes:
+        opset: Default-domain ONNX operator set to emit.
+        provider: Execution provider, such as `"CPUExecutionProvider"`.
+        training: Whether the installed ONNX Runtime has `TrainingAgent`, `YieldOp` and the `*Grad` kernels.
+        python_op: Whether `PythonOp` nodes can run.
+        has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
+        contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
+    """
+
+    opset: int = 18
+    provider: str = "CPUExecutionProvider"
+    training: bool = True
+    python_op: bool = True
+    has_kernel: Callable[[Any], bool] = _every_kernel
+    contrib_ops: frozenset[str] = frozenset()
+
+    @property
+    def device_type(self) -> str:
+        """`"cpu"` or `"cuda"`, as torch names it."""
+        return "cuda" if self.provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider") else "cpu"
+
+    @property
+    def has_half_kernels(self) -> bool:
+        """Whether float16 and bfloat16 have kernels of their own, or are computed in float32 between casts."""
+        return self.device_type == "cuda"

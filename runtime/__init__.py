@@ -1,0 +1,1 @@
+"""ONNX model -> callable over torch tensors. Nothing in this package knows FX graphs."""
