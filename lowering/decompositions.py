@@ -1,0 +1,80 @@
+"""The decomposition table that AOTAutograd gets: core + added - kept whole.
+
+`core_aten_decompositions()` as it is gives silently wrong gradients for attention on CPU and twice the backward kernels. Rule here:
+what has a lowering of ours stays whole, so that writing one is all it takes to keep an operator whole.
+
+Whatever the table, AOTAutograd takes apart what has a Python kernel for CompositeImplicitAutograd: `upsample_*` (into gathers), `lstm`, `gru`,
+`matmul`, `one_hot`, `dropout` (into `native_dropout`), `hardshrink`, ... (read in torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
+
+from ort_backend.lowering import registry
+
+aten = torch.ops.aten
+
+# Decompositions that the core table lacks.
+_ADDED = (
+    aten.rrelu_with_noise_backward.default,  # the noise is an input: nothing random about it; no lowering anywhere
+    aten.native_group_norm_backward.default,  # in the core table of some versions only
+    aten.huber_loss.default,  # likewise
+)
+
+# In the core table, and yet whole even where we have no lowering.
+_WHOLE = (
+    # The decomposition returns the attention matrix where the backward operator expects the log-sum-exp: wrong gradients.
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    # Views: the partitioner and torch_lib know them as they are; their decompositions are chains of other views.
+    aten.t.default,
+    aten.transpose.int,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unbind.int,
+    aten.split.Tensor,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.detach.default,  # a reference, not a copy
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    # One ONNX node against several.
+    aten.pixel_shuffle.default,  # DepthToSpace
+    aten.pixel_unshuffle.default,  # SpaceToDepth
+    aten.stack.default,
+    aten.sum.default,
+    aten.empty_like.default,
+    aten.arange.default,
+    aten.arange.start,
+)
+
+
+def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """The decompositions by operator.
+
+    Nothing random is decomposed: the draws of a step must stay PyTorch's own, in the order of the program.
+    """
+    whole = {*registry.registered(), *_WHOLE}
+    return {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
+
+
+def _core() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """What of the core table can appear in a functional graph, without the composites that are taken apart anyway."""
+    return {
+        op: decomposition
+        for op, decomposition in core_aten_decompositions().items()
+        if isinstance(op, torch._ops.OpOverload) and op in decomposition_table and not op._schema.is_mutable
+    }
+
+
+def _added() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    return {op: decomposition_table[op] for op in _ADDED if op in decomposition_table}
+
+
+def _is_random(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
