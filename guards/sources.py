@@ -1,0 +1,126 @@
+"""Sources and values as the user writes them: `batch["input_ids"].size(1)` for `L['batch']['input_ids'].size()[1]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+MAX_VALUE = 80  # characters of a value that a record keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """Where a source is looked up: the compiled function's locals and globals, and its caller's locals."""
+
+    local: Mapping[str, Any]
+    module_globals: Mapping[str, Any]
+    caller: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def value(self, source: str) -> Any:
+        """What `source` is now; raises `LookupError` if it cannot be told."""
+        names = {**self.local, "L": self.local, "G": self.module_globals}
+        try:
+            return eval(source, {"__builtins__": {"len": len, "dict": dict, "list": list, "hasattr": hasattr, "type": type}}, names)
+        except Exception as error:  # noqa: BLE001 - it runs the user's own properties, which may raise anything
+            raise LookupError(source) from error
+
+
+def show(value: object) -> str:
+    """A value in few characters; tensors by dtype and shape, modules and other objects by class."""
+    if isinstance(value, torch.Tensor):
+        return f"{type(value).__name__}({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+        text = repr(value)
+    elif isinstance(value, (list, tuple, set, frozenset)) and len(value) <= 16:
+        text = f"{type(value).__name__}({', '.join(show(entry) for entry in value)})"
+    elif isinstance(value, Mapping):
+        text = f"keys {list(value)[:16]!r}"
+    elif isinstance(value, type) or callable(value) and not isinstance(value, torch.nn.Module):
+        text = getattr(value, "__qualname__", type(value).__name__)
+    elif type(value).__module__ != "builtins" and isinstance(value, object) and hasattr(type(value), "__members__"):
+        text = str(value)
+    else:
+        text = type(value).__name__
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 3] + "..."
+
+
+def user_source(source: str, scope: Scope) -> str:
+    """Dynamo's source as it reads in the user's code: `self._modules['1'].training` is `self[1].training`."""
+    text = re.sub(r"\bG\['(\w+)'\]", r"\1", _unwrapped(source, scope))
+    text = re.sub(r"([\w.\]\)]+?)\.__closure__\[(\d+)\]\.cell_contents", lambda match: _free_variable(match, scope), text)
+    text = re.sub(r"len\((.+)\._modules\)", r"len(\1)", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['(\d+)'\]", r"[\1]", text)
+    text = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]|\.__dict__\['(\w+)'\]", lambda match: f".{match.group(1) or match.group(2)}", text)
+    text = re.sub(r"\['([^'\"\\]*)'\]", r'["\1"]', text)
+    return sized(text)
+
+
+def sized(text: str) -> str:
+    """`x.size()[1]` as `x.size(1)`."""
+    return re.sub(r"\.(size|stride)\(\)\[(\d+)\]", r".\1(\2)", text)
+
+
+def _free_variable(match: re.Match[str], scope: Scope) -> str:
+    try:
+        return str(scope.value(match.group(1)).__code__.co_freevars[int(match.group(2))])
+    except (LookupError, AttributeError, IndexError):
+        return match.group(0)
+
+
+def _unwrapped(source: str, scope: Scope) -> str:
+    """Undoes the `inner(*args, **kwargs): return fn(*args, **kwargs)` that Dynamo puts around library modules such as Sequential."""
+    module = wrapped_module(scope.local)
+    if module is None:
+        return source
+    try:
+        names = [name for name in inspect.signature(module.forward).parameters if name not in ("args", "kwargs")]
+    except (TypeError, ValueError):
+        names = []
+    text = re.sub(r"\bkwargs\['(\w+)'\]", r"\1", re.sub(r"\bfn\b", "self", source))
+    return re.sub(r"\bargs\[(\d+)\]", lambda match: names[int(match.group(1))] if int(match.group(1)) < len(names) else match.group(0), text)
+
+
+def wrapped_module(local: Mapping[str, Any]) -> torch.nn.Module | None:
+    """The module that Dynamo's `inner` wrapper calls, if the compiled frame is that wrapper."""
+    module = local.get("fn")
+    return module if isinstance(module, torch.nn.Module) and "args" in local and "kwargs" in local else None
+
+
+def passed_as(source: str, scope: Scope) -> str | None:
+    """`source` with the caller's expression in the place of the argument it starts from."""
+    match = re.search(r"\b(args\[\d+\]|kwargs\['\w+'\]|[A-Za-z_]\w*(?:\['[^']*'\]|\[\d+\])?)", source)
+    if not match or not scope.caller:
+        return None
+    for root in dict.fromkeys((match.group(1), match.group(1).partition("[")[0])):
+        try:
+            name = _callers_name(scope.value(root), scope.caller)
+        except LookupError:
+            continue
+        if name:
+            return user_source(source.replace(root, name, 1), dataclasses.replace(scope, local=scope.caller))
+    return None
+
+
+def _callers_name(value: Any, caller: Mapping[str, Any]) -> str | None:
+    """A caller's variable, or entry of a caller's dict or list, that is the very object `value` (small constants excluded)."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    for name, candidate in caller.items():
+        if candidate is value or getattr(candidate, "_orig_mod", None) is value:
+            return name
+    for name, candidate in caller.items():
+        if isinstance(candidate, Mapping):
+            entries: list[tuple[Any, Any]] = list(candidate.items())
+        elif isinstance(candidate, (list, tuple)):
+            entries = list(enumerate(candidate))
+        else:
+            continue
+        for key, entry in entries[:64]:
+            if entry is value and isinstance(key, (str, int)):
+                return f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key}]"
+    return None
