@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ort_backend.guards import recompiles
-from ort_backend.guards.sources import Scope, passed_as, show, sized, user_source
+from ort_backend.guards.sources import MAX_VALUE, Scope, passed_as, show, sized, user_source
 
 # From "another graph altogether" to "the same graph but for this": where several graphs were tried, the failure that comes last
 # here belongs to the graph that was closest to fitting. Dynamo checks guards in about this order and tells only the first that fails.
@@ -99,8 +99,17 @@ def parse(reason: str, scope: Scope, before: Callable[[str | None, str], str | N
 
 
 def primary(failures: tuple[GuardFailure, ...]) -> GuardFailure | None:
-    """The failure that tells most: of the graph that was closest to fitting, and of equals the last used."""
-    return max(failures, key=lambda failure: KINDS.index(failure.kind), default=None)
+    """The failure that tells most: of the graph that was closest to fitting, and of equals the newest, which is the most general one."""
+    return max(failures, key=lambda failure: (_closeness(failure.kind), _age(failure.graph)), default=None)
+
+
+def _closeness(kind: str) -> int:
+    return min(KINDS.index(kind), KINDS.index("rank"))  # what tensors are like, from the rank on, is one level
+
+
+def _age(graph: str | None) -> int:
+    number = (graph or "").rpartition("/")[2]
+    return int(number) if number.isdigit() else 0
 
 
 def _split_comment(text: str) -> tuple[str, str]:
@@ -112,7 +121,11 @@ def _read(expression: str, scope: Scope, graph: str | None, before: Callable[[st
     for pattern, build in _READERS:
         match = re.match(pattern, expression.strip(), re.DOTALL)
         if match:
-            return build(match, scope)
+            failure = build(match, scope)
+            if failure.kind == "torch function mode":
+                was, now = before(graph, "default_device"), recompiles.global_state().get("default_device")
+                failure = dataclasses.replace(failure, before=was, now=now) if was != now else failure
+            return failure
     match = re.match(r"GLOBAL_STATE changed: *(.*)", expression) or re.match(r"(___check_global_state\(\)|___is_grad_enabled\(\).*)", expression)
     if match:
         return _global_state(match.group(1).split(), graph, before)
@@ -224,7 +237,7 @@ def _length(match: re.Match[str], scope: Scope) -> GuardFailure:
     except LookupError:
         return GuardFailure(kind="length", source=f"len({source})", before=was)
     if isinstance(value, Mapping) and not source.endswith("._modules"):
-        return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=f"{was} keys", now=show(list(value)))
+        return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=f"{was} key{'' if was == '1' else 's'}", now=_shown_keys(value))
     return GuardFailure(kind="length", source=f"len({source})", before=was, now=str(len(value)))
 
 
@@ -233,9 +246,19 @@ def _empty(match: re.Match[str], scope: Scope) -> GuardFailure:
 
 
 def _keys(match: re.Match[str], scope: Scope) -> GuardFailure:
-    source = match.group(1)
-    now = _now(f"list({source})", scope)
-    return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=match.group(2), now=now)
+    """`list(dict.keys(d))[0] == 'a'`; older versions compare the whole list."""
+    source, place, was = match.group("source"), match.groupdict().get("place"), match.group("was").strip()
+    try:
+        now: str | None = _shown_keys(scope.value(source))
+    except LookupError:
+        now = None
+    before = was if place is None else f"[{'' if place == '0' else '..., '}{was}, ...]"
+    return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=before, now=now)
+
+
+def _shown_keys(value: Mapping[str, object]) -> str:
+    text = repr(list(value)[:16])
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 3] + "..."
 
 
 def _contains(match: re.Match[str], scope: Scope) -> GuardFailure:
@@ -307,8 +330,8 @@ _READERS: tuple[tuple[str, Callable[[re.Match[str], Scope], GuardFailure]], ...]
     (r"___check_obj_id\((.+?), (\d+)\)", _object_id),
     (r"(not )?___dict_contains\((.+), ([^,]+)\)", _contains),
     (r"(not )?(?:___)?hasattr\((.+), '(\w+)'\)", _attribute),
-    (r"list\((?:dict\.keys\()?(.+?)\)?\)\[\d+\] == (.+)", _keys),
-    (r"list\((.+?)\.keys\(\)\) == (.+)", _keys),
+    (r"list\((?:dict\.keys\()?(?P<source>.+?)(?:\.keys\(\)|\))?\)\[(?P<place>\d+)\] == (?P<was>.+)", _keys),
+    (r"list\((?:dict\.keys\()?(?P<source>.+?)(?:\.keys\(\)|\))?\) == (?P<was>.+)", _keys),
     (r"(?=.*\.(?:size|stride)\(\)\[|.*\.storage_offset\(\)).+", _condition),
     (r"len\((.+)\) [!=]= (\d+)$", _length),
     (r"not ([^=]+)$", _empty),

@@ -6,7 +6,7 @@ says otherwise. A name that is gone costs the detail that it gave, never an exce
 | name | gives | without it |
 |---|---|---|
 | `torch._guards.CompileContext.current_compile_id` | frame and compile id | no id, recompiles told by their failures only |
-| frame `_compile` of `convert_frame.py`: `code`, `locals`, `globals`, `cache_size` | function, values now, start | the line from the graph, no values now |
+| frame `_compile` of convert_frame.py: `code`, `locals`, `globals`, `cache_size` | function, values now | the graph's line, no values |
 | its `start_time_ns` (2.6 on), `start_time` (2.4: a float of seconds) | Dynamo's seconds | no `dynamo` entry |
 | its `reasons` (2.13), `torch._dynamo.utils.guard_failures` | which guards failed | no causes |
 | `torch._dynamo.utils.graph_break_reasons`, `GraphModule.compile_subgraph_reason` | graph breaks | none reported |
@@ -241,7 +241,7 @@ class _LimitFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
-            limit, value, function, reason, *_ = (*(record.args or ()), "", "", "", "")
+            limit, value, function, reason, *_ = (*(record.args if isinstance(record.args, tuple) else ()), "", "", "", "")
             self.callback(str(limit), int(value) if isinstance(value, int) else 0, str(function), str(reason))
         return True
 

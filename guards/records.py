@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 
 from ort_backend.guards import journal, recompiles
 from ort_backend.guards.callers import Caller, find_caller
+from ort_backend.guards.events import CompileRecord, LimitHit, to_event
 from ort_backend.guards.failures import GuardFailure, parse, primary
-from ort_backend.guards.recompiles import DynamoFrame, GraphBreak
+from ort_backend.guards.recompiles import DynamoFrame
 from ort_backend.guards.sources import Scope, wrapped_module
 
 log = logging.getLogger(__name__)
@@ -35,82 +36,9 @@ _records: collections.deque[CompileRecord] = collections.deque(maxlen=MAX_RECORD
 _limits: collections.deque[LimitHit] = collections.deque(maxlen=MAX_RECORDS)
 _ending: dict[int, list[Compilation]] = {}  # by thread: compilations whose Dynamo part has not ended yet
 _guard_logs: dict[str, set[Path]] = {}  # by where a function is defined
+# Where and compile id of the backend's own graphs: Dynamo names other backends' graphs of the same function among those that failed.
+_own_graphs: collections.deque[tuple[str, str | None]] = collections.deque(maxlen=10 * MAX_RECORDS)
 _index = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileRecord:
-    """One compile of the backend.
-
-    Attributes:
-        index: Number of the compile in this process, from 0.
-        compile_id: Dynamo's: `"0/1"` is frame 0, second compile.
-        attempt: The second number of the compile id.
-        function: The user's function; the parts after a graph break carry its name too.
-        where: Where the function is defined, `file:line`.
-        called_from: The user's line that called it, `file:line in function: text`.
-        step: The training step, if the caller has one (see `callers`).
-        resumed: Whether it is a part of the function that follows a graph break.
-        recompile: Whether the function had a graph of this backend before that did not fit.
-        failures: Why each earlier graph did not fit, last used graph first.
-        graph_breaks: Where Dynamo cut the function so far.
-        seconds: By phase: `dynamo`, `aot`, `lowering`, `session`, and `other` for the rest of the backend. Grows when a backward is
-            compiled later.
-        graph_report: What the compiler says of the resulting graph, as handed to `Compilation.finish`.
-        state: Process-wide settings at the time, such as the grad mode.
-        time: When it was finished, seconds since the epoch.
-        thread: Name of the thread.
-        rank: Rank of the process, None if it is alone.
-        pid: Process id.
-    """
-
-    index: int
-    compile_id: str | None
-    attempt: int | None
-    function: str
-    where: str
-    called_from: str
-    step: int | None
-    resumed: bool
-    recompile: bool
-    failures: tuple[GuardFailure, ...]
-    graph_breaks: tuple[GraphBreak, ...]
-    seconds: Mapping[str, float]
-    graph_report: Any = None
-    state: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    time: float = 0.0
-    thread: str = ""
-    rank: int | None = None
-    pid: int = 0
-
-    @property
-    def cause(self) -> GuardFailure | None:
-        """The failure of the graph that was closest to fitting, None for a first compile."""
-        return primary(self.failures) if self.recompile else None
-
-    @property
-    def total_seconds(self) -> float:
-        """Seconds of all phases."""
-        return sum(self.seconds.values())
-
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {spent:.2f}" for name, spent in self.seconds.items())
-        kind = f"recompiled, {self.cause or 'Dynamo gives no cause'}" if self.recompile else "compiled"
-        return f"{kind}: {self.function} ({self.where}) [{self.compile_id}] in {self.total_seconds:.2f} s ({phases}), called from {self.called_from}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LimitHit:
-    """Dynamo gave up on a function: from here on whatever fits none of its graphs runs in eager PyTorch, silently."""
-
-    function: str
-    where: str
-    called_from: str
-    limit: str
-    value: int
-    cause: GuardFailure | None
-    compile_id: str | None
-    time: float
 
 
 class Compilation:
@@ -164,17 +92,16 @@ class Compilation:
         with _lock:
             phases = sum(spent for name, spent in self._seconds.items() if name != "dynamo")
             self._seconds["other"] = max(0.0, self._ended - self._started - phases)
-            record = CompileRecord(
-                index=next(_index), seconds=dict(self._seconds), graph_report=graph_report, time=self._ended, **self._details
-            )
+            record = CompileRecord(index=next(_index), seconds=dict(self._seconds), graph_report=graph_report, time=self._ended, **self._details)
             self._record = record
             _records.append(record)
+            _own_graphs.append((record.where, record.compile_id))
             _ending.setdefault(threading.get_ident(), []).append(self)
         log.info("%s", record)
         _warn(record)
         if self._guard_log is not None:
             _guard_logs.setdefault(record.where, set()).add(self._guard_log)
-            journal.append(self._guard_log, _event(record))
+            journal.append(self._guard_log, to_event(record))
         return record
 
     def _add(self, name: str, seconds: float, publish: bool = True) -> None:
@@ -188,6 +115,11 @@ class Compilation:
                 _records[place] = self._record
         if self._guard_log is not None:
             journal.append(self._guard_log, {"event": "seconds", "index": self._record.index, "seconds": self._record.seconds})
+
+    @property
+    def function(self) -> str:
+        """The user's function and the line where it is defined, known from the start."""
+        return f"{self._details['function']} ({self._details['where']})"
 
     def _dynamo_ended(self, compile_id: str | None) -> None:
         if compile_id is None or self._compile_id is None or compile_id == self._compile_id:
@@ -222,7 +154,6 @@ def start(gm: torch.fx.GraphModule, options: Any) -> Compilation:
 def _describe(gm: torch.fx.GraphModule, frame: DynamoFrame, caller: Caller) -> dict[str, Any]:
     function, where = _function(gm, frame)
     failures = _failures(frame, caller, where)
-    own = tuple(failure for failure in failures if failure.kind != "backend")
     return {
         "compile_id": frame.compile_id,
         "attempt": frame.attempt,
@@ -231,8 +162,8 @@ def _describe(gm: torch.fx.GraphModule, frame: DynamoFrame, caller: Caller) -> d
         "called_from": caller.line,
         "step": caller.step,
         "resumed": function != recompiles.function_name(function),
-        "recompile": bool(own) or bool(frame.attempt and not failures),
-        "failures": own,
+        "recompile": bool(failures) or bool(frame.attempt and not frame.reasons),
+        "failures": failures,
         "graph_breaks": recompiles.graph_breaks(gm, frame.code),
     }
 
@@ -256,31 +187,23 @@ def _failures(frame: DynamoFrame, caller: Caller, where: str) -> tuple[GuardFail
             return next((record.state.get(name) for record in matching), None)
 
     scope = Scope(frame.scope, frame.module_globals, caller.variables)
-    return tuple(parse(reason, scope, before) for reason in frame.reasons)
+    failures = (parse(reason, scope, before) for reason in frame.reasons)
+    with _lock:
+        own = {graph for place, graph in _own_graphs if place == where} | {None}
+    return tuple(failure for failure in failures if failure.kind != "backend" and failure.graph in own)
 
 
 def _warn(record: CompileRecord) -> None:
     if record.cause is None:
         return
     with _lock:
-        same = [other for other in _records if other.cause and cause_key(other) == cause_key(record)]
+        same = [other for other in _records if other.cause and other.cause_key == record.cause_key]
     if len(same) >= WARN_FROM:
         spent = sum(other.total_seconds for other in same)
         log.warning(
             "%s has recompiled %d times for one cause, %s, and lost %.1f s. Now: %s. Called from %s. ort_backend.guards.report() says what to do.",
             *(record.function, len(same), f"{record.cause.kind} of {record.cause.source}", spent, record.cause, record.called_from),
         )
-
-
-def cause_key(record: CompileRecord) -> tuple[str, str, str, str]:
-    """What makes two recompiles one cause."""
-    cause = record.cause
-    return (record.function, record.where, cause.kind if cause else "", cause.source if cause else "")
-
-
-def _event(record: CompileRecord) -> dict[str, Any]:
-    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {"event": "compile", **fields, "cause": record.cause}
 
 
 def _on_compile_end(*arguments: Any) -> None:
@@ -320,7 +243,7 @@ def _on_recompile_limit(limit: str, value: int, function: str, reason: str) -> N
         *(hit.function, limit, value, hit.cause, hit.called_from),
     )
     for path in _guard_logs.get(where, ()):
-        journal.append(path, {"event": "limit", **{field.name: getattr(hit, field.name) for field in dataclasses.fields(hit)}})
+        journal.append(path, to_event(hit))
 
 
 def all() -> tuple[CompileRecord, ...]:

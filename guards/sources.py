@@ -26,7 +26,7 @@ class Scope:
         names = {**self.local, "L": self.local, "G": self.module_globals}
         try:
             return eval(source, {"__builtins__": {"len": len, "dict": dict, "list": list, "hasattr": hasattr, "type": type}}, names)
-        except Exception as error:  # noqa: BLE001 - it runs the user's own properties, which may raise anything
+        except Exception as error:  # it runs the user's own properties, which may raise anything
             raise LookupError(source) from error
 
 
