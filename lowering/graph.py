@@ -72,6 +72,7 @@ class LoweredGraph:
         outside: Why each of them is there.
         fx_nodes: Number of FX nodes that compute something.
         onnx_nodes: Number of ONNX nodes.
+        kept_bytes: Bytes of the values computed before the `YieldOp` and used behind it, for the example sizes; 0 without one.
     """
 
     model: ir.Model
@@ -79,6 +80,7 @@ class LoweredGraph:
     outside: tuple[Outside, ...]
     fx_nodes: int
     onnx_nodes: int
+    kept_bytes: int
 
 
 class GraphLowering:
@@ -94,6 +96,7 @@ class GraphLowering:
         self.outside: list[Outside] = []
         self._lowered = 0
         self._symbols: dict[str, ir.Value] = {}
+        self._hints: dict[str, int] = {}
         self._random_order: ir.Value | None = None
 
     # -- inputs and outputs
@@ -119,12 +122,30 @@ class GraphLowering:
         """A copy of `value`."""
         return self._stamp(self.op.Identity(value), fake)
 
+    def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
+        """`value` with its dimensions permuted."""
+        made = self.op.Transpose(value, perm=list(permutation))
+        assert value.shape is not None
+        made.type, made.shape = value.type, ir.Shape([value.shape[d] for d in permutation])
+        return made
+
+    def dtype_of(self, node: fx.Node) -> ir.DataType:
+        """The dtype of the ONNX tensor that carries `node`'s value."""
+        return self._type_of(node.meta["val"])[0]
+
+    def placeholder_of_dtype(self, node: fx.Node) -> ir.Value:
+        """Some 0-d value of `node`'s dtype."""
+        dtype = self.dtype_of(node)
+        made = self.op.Identity(constant(self.op, 0, dtype))
+        made.type, made.shape = ir.TensorType(dtype), ir.Shape([])
+        return made
+
     def yield_op(self, outputs: Sequence[ir.Value], tangents: Sequence[fx.Node], non_differentiable: Sequence[int]) -> None:
         """The node at which the forward stops: hands out `outputs`, takes in the `tangents` (one for each differentiable output)."""
         made = self.op.YieldOp(
             *outputs,
             non_differentiable_outputs=ir.AttrInt64s("non_differentiable_outputs", list(non_differentiable)),
-            full_shape_outputs=ir.AttrInt64s("full_shape_outputs", list(range(len(outputs)))),
+            full_shape_outputs=ir.AttrInt64s("full_shape_outputs", []),
             _domain=MS,
             _version=1,
             _outputs=len(tangents),
@@ -149,7 +170,8 @@ class GraphLowering:
             if value not in used:
                 del self.graph.initializers[name]
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
-        return LoweredGraph(model, tuple(self.python_calls), tuple(self.outside), self._lowered, len(self.graph))
+        kept = _kept_bytes(self.graph, self._hints)
+        return LoweredGraph(model, tuple(self.python_calls), tuple(self.outside), self._lowered, len(self.graph), kept)
 
     # -- nodes
 
@@ -296,7 +318,11 @@ class GraphLowering:
             kind = carrier(fake.dtype)
             if kind is None:
                 raise LoweringError(f"tensors of dtype {fake.dtype} cannot be handed to ONNX Runtime")
-            return kind.dtype, symbolic.shape(fake.shape, kind.extra_dims)
+            shape = symbolic.shape(fake.shape, kind.extra_dims)
+            for size, one in zip(fake.shape, shape):
+                if isinstance(one, ir.SymbolicDim) and one.value is not None:
+                    self._hints[one.value] = size.node.hint
+            return kind.dtype, shape
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])
         return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
@@ -422,6 +448,38 @@ class _Provenance:
             made.metadata_props.clear()
             made.metadata_props["fx_node"] = self.node.format_node() or self.node.name
             made.metadata_props["stack_trace"] = where
+
+
+def _kept_bytes(graph: ir.Graph, hints: dict[str, int]) -> int:
+    """Bytes of what crosses the `YieldOp`; a reshape shares the memory of what it reshapes."""
+    before: set[ir.Value] = set()
+    kept: set[ir.Value] = set()
+    passed = False
+    for node in graph:
+        if node.op_type == "YieldOp":
+            passed = True
+        elif not passed:
+            before.update(node.outputs)
+        else:
+            kept.update(_memory(value) for value in node.inputs if value is not None and _memory(value) in before)
+    return sum(_bytes(value, hints) for value in kept)
+
+
+def _memory(value: ir.Value) -> ir.Value:
+    producer = value.producer()
+    while producer is not None and producer.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten"):
+        value = producer.inputs[0]  # type: ignore[assignment]
+        producer = value.producer()
+    return value
+
+
+def _bytes(value: ir.Value, hints: dict[str, int]) -> int:
+    if value.dtype is None or value.shape is None:
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else hints.get(size.value or "", 1)
+    return int(count * value.dtype.itemsize)
 
 
 def _last(graph: ir.Graph, count: int) -> list[ir.Node]:

@@ -36,7 +36,7 @@ def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).contiguous()
     kind = carrier(tensor.dtype)
-    if kind is not None and not kind.native:
+    if tensor.dtype == torch.bool or (kind is not None and not kind.native):
         return tensor.contiguous().view(torch.uint8)
     return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, SessionError, VerificationError
     from ort_backend.lowering.registry import register as register_lowering
     from ort_backend.options import CompileOptions
-    from ort_backend.report import report
+    from ort_backend.graph_report import report
 
 __version__ = "0.1.0"
 
@@ -47,7 +47,7 @@ _HOMES = {
     "VerificationError": ("ort_backend.errors", "VerificationError"),
     "ort_training": ("ort_backend.compiler", "ort_training"),
     "register_lowering": ("ort_backend.lowering.registry", "register"),
-    "report": ("ort_backend.report", "report"),
+    "report": ("ort_backend.graph_report", "report"),
 }
 
 

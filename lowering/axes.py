@@ -1,0 +1,54 @@
+"""ATen's dimension arguments (negative, missing, one or many) as axes of an ONNX value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+
+def rank(tensor: ir.Value) -> int:
+    """Number of dimensions."""
+    assert tensor.shape is not None
+    return tensor.shape.rank()
+
+
+def axis(tensor: ir.Value, dim: int, *, extra: int = 0) -> int:
+    """`dim` counted from the front, in a tensor with `extra` more dimensions than `tensor`; 0 where there are none."""
+    dims = rank(tensor) + extra
+    return dim % dims if dims else 0
+
+
+def axes(tensor: ir.Value, dim: int | Sequence[int] | None) -> list[int]:
+    """`dim` as a sorted list of axes; every axis for None and for an empty list, as ATen's reductions read them."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(rank(tensor)))
+    if isinstance(dim, int):
+        dim = [dim]
+    return sorted({axis(tensor, d) for d in dim}) if rank(tensor) else []
+
+
+def size(tensor: ir.Value, at: int) -> int | None:
+    """The static size of one axis, None if it is dynamic."""
+    assert tensor.shape is not None
+    known = tensor.shape[at]
+    return known if isinstance(known, int) else None
+
+
+def sizes(tensor: ir.Value) -> list[int] | None:
+    """The static sizes of all axes, None if one of them is dynamic."""
+    assert tensor.shape is not None
+    known = [part for part in tensor.shape if isinstance(part, int)]
+    return known if len(known) == rank(tensor) else None
+
+
+def same_shape(a: ir.Value, b: ir.Value) -> bool:
+    """Whether two values are known to have equal sizes, dynamic ones compared by their expressions."""
+    assert a.shape is not None and b.shape is not None
+    if a.shape.rank() != b.shape.rank():
+        return False
+    return all(_known(x) is not None and _known(x) == _known(y) for x, y in zip(a.shape, b.shape))
+
+
+def _known(part: int | ir.SymbolicDim) -> int | str | None:
+    return part if isinstance(part, int) else part.value

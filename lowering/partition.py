@@ -1,0 +1,142 @@
+"""Where AOTAutograd's joint graph divides into forward and backward, and what each side needs of the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class JointPartition:
+    """The joint graph, divided.
+
+    Attributes:
+        primals: Placeholders that the forward takes from AOTAutograd.
+        draws: Placeholders of random tensors (`passes.hoist_random`).
+        tangents: Placeholders that the backward takes.
+        forward: Nodes that the forward outputs need, in order.
+        backward: All other live nodes, in order.
+        outputs: The forward's results: nodes and constants.
+        gradients: The backward's results: nodes and None.
+        saved_primals: Indices of primals whose memory the backward reads, directly or through views.
+        saved_outputs: Indices of outputs whose memory the backward reads.
+        replayed: Indices of primals on which the backward depends at all.
+        depends_on: For each gradient, the indices of the tangents that it depends on.
+    """
+
+    primals: tuple[fx.Node, ...]
+    draws: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    saved_primals: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    replayed: tuple[int, ...]
+    depends_on: tuple[frozenset[int], ...]
+
+
+def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
+    """Divides a joint graph.
+
+    The forward has what its outputs depend on, and every random operator; all else waits for the backward. This keeps the order in which random numbers are drawn.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    tangents = [node for node in placeholders if node.name.startswith("tangents")]
+    draws = [node for node in placeholders if "draw" in node.meta]
+    primals = [node for node in placeholders if node not in tangents and node not in draws]
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    outputs, gradients = results[:num_fwd_outputs], results[num_fwd_outputs:]
+
+    calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
+    dependent = _descendants(calls, tangents)
+    needed = _ancestors([node for node in outputs if isinstance(node, fx.Node)] + [n for n in calls if is_random(n) and n not in dependent])
+    alive = needed | _ancestors([node for node in gradients if isinstance(node, fx.Node)])
+    forward = [node for node in calls if node in needed]
+    backward = [node for node in calls if node in alive and node not in needed]
+
+    read = _read(backward, gradients)
+    reached = _ancestors(list(backward))
+    return JointPartition(
+        primals=tuple(primals),
+        draws=tuple(draws),
+        tangents=tuple(tangents),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        outputs=tuple(outputs),
+        gradients=tuple(gradients),
+        saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
+        saved_outputs=tuple(
+            i
+            for i, node in enumerate(outputs)
+            if isinstance(node, fx.Node) and node.op != "placeholder" and root(node) in read and root(node) not in primals and _is_tensor(node)
+        ),
+        replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
+        depends_on=_dependencies(calls, tangents, gradients),
+    )
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws from a random generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` may share: the base of a chain of views and of copies that the lowering leaves out."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and _shares_memory(node):
+        node = node.args[0]
+    return node
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _shares_memory(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    copies = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
+    return node.target in copies or any(a.alias_info is not None for a in node.target._schema.arguments)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _read(backward: Iterable[fx.Node], gradients: Sequence[Any]) -> set[fx.Node]:
+    """Roots of everything that backward nodes take from the forward side, or that is returned as a gradient directly."""
+    inside = set(backward)
+    taken = [source for node in inside for source in node.all_input_nodes if source not in inside]
+    taken += [node for node in gradients if isinstance(node, fx.Node) and node not in inside]
+    return {root(node) for node in taken}
+
+
+def _descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+    found = set(sources)
+    for node in calls:
+        if any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ancestors(targets: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    while targets:
+        node = targets.pop()
+        if node not in found:
+            found.add(node)
+            targets.extend(node.all_input_nodes)
+    return found
+
+
+def _dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:
+    reach: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
+    for node in calls:
+        reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))
+    return tuple(reach.get(node, frozenset()) for node in gradients)

@@ -1,0 +1,1 @@
+"""Passes over FX graphs and ONNX graphs, one file each."""

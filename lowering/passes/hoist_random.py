@@ -1,0 +1,160 @@
+"""Random draws move in front of the graph: PyTorch makes them, in graph order, and they enter as inputs.
+
+So eager and compiled training see the same numbers under one seed, the generator ends in the same state, and ONNX Runtime, which is free to
+reorder independent nodes, has none to reorder. An operator whose distribution depends on computed values cannot be drawn in front;
+it and every random operator behind it stay in the graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.sizes import evaluator
+
+aten = torch.ops.aten
+
+Draw = Callable[[Sequence[Any]], torch.Tensor]
+
+# The first argument gives size, stride, dtype and device; its values are not read.
+_LIKE = {
+    aten.bernoulli.p,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.uniform.default,
+    aten.normal_functional.default,
+    aten.exponential.default,
+    aten.log_normal.default,
+    aten.cauchy.default,
+    aten.geometric.default,
+}
+# No tensor arguments at all.
+_FACTORIES = {
+    aten.rand.default,
+    aten.randn.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randperm.default,
+    aten.normal.float_float,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hoisted:
+    """What `hoist` did.
+
+    Attributes:
+        draws: One function per new placeholder (`node.meta["draw"]` is its index): takes the graph's original arguments, draws a tensor.
+        left: Random nodes that stay in the graph.
+    """
+
+    draws: tuple[Draw, ...]
+    left: tuple[fx.Node, ...]
+
+
+def hoist(graph: fx.Graph) -> Hoisted:
+    """Replaces random nodes by placeholders, in place, up to the first one that cannot be."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    draws: list[Draw] = []
+    random = [node for node in graph.nodes if is_random(node)]
+    for i, node in enumerate(random):
+        draw = _draw_of(node, placeholders)
+        if draw is None:
+            return Hoisted(tuple(draws), tuple(random[i:]))
+        if not node.users:
+            # Nothing uses the numbers, but eager draws them all the same.
+            pass
+        with graph.inserting_after([*placeholders, *(n for n in graph.nodes if "draw" in n.meta)][-1]):
+            placeholder = graph.placeholder(f"random_{len(draws)}")
+        placeholder.meta["draw"] = len(draws)
+        _replace(graph, node, placeholder)
+        draws.append(draw)
+    return Hoisted(tuple(draws), ())
+
+
+def _draw_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
+    if node.target is aten.native_dropout.default:
+        return _mask_of(node, placeholders)
+    if node.target in _FACTORIES:
+        return _factory(node, placeholders)
+    if node.target in _LIKE:
+        return _like(node, placeholders)
+    return None
+
+
+def _mask_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
+    fake, p = node.meta["val"][1], float(node.args[1])  # type: ignore[arg-type]
+    layout = evaluator((*fake.shape, *fake.stride()), placeholders)
+    train = node.args[2] if len(node.args) > 2 else None
+    if layout is None or train is False:
+        return None
+    rank, device = fake.dim(), fake.device
+
+    def draw(args: Sequence[Any]) -> torch.Tensor:
+        numbers = layout(args)
+        mask = torch.empty_strided(numbers[:rank], numbers[rank:], dtype=torch.bool, device=device)
+        return mask.fill_(False) if p == 1.0 else mask.bernoulli_(1.0 - p)  # eager draws nothing for p = 1
+
+    return draw
+
+
+def _like(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    rest = [*node.args[1:], *node.kwargs.values()]
+    layout = evaluator((*source.shape, *source.stride()), placeholders)
+    if layout is None or any(isinstance(arg, fx.Node) for arg in rest):
+        return None
+    rank, dtype, device, target = source.dim(), source.dtype, source.device, node.target
+    arguments, keywords = node.args[1:], dict(node.kwargs)
+
+    def draw(args: Sequence[Any]) -> torch.Tensor:
+        numbers = layout(args)
+        return target(torch.empty_strided(numbers[:rank], numbers[rank:], dtype=dtype, device=device), *arguments, **keywords)  # type: ignore[operator]
+
+    return draw
+
+
+def _factory(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
+    flat, spec = torch.utils._pytree.tree_flatten((node.args, dict(node.kwargs)))
+    fakes = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in flat]
+    numbers = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+    values = evaluator([fakes[i] for i in numbers], placeholders)
+    if values is None or any(isinstance(fake, torch.Tensor) for fake in fakes):
+        return None
+    target = node.target
+
+    def draw(args: Sequence[Any]) -> torch.Tensor:
+        leaves = list(fakes)
+        for i, value in zip(numbers, values(args), strict=True):
+            leaves[i] = value
+        positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
+        return target(*positional, **keywords)  # type: ignore[operator]
+
+    return draw
+
+
+def _replace(graph: fx.Graph, node: fx.Node, placeholder: fx.Node) -> None:
+    """Puts the drawn tensor in the place of the node's result."""
+    if node.target is not aten.native_dropout.default:
+        placeholder.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+        return
+    output, mask = node.meta["val"]
+    placeholder.meta["val"] = mask
+    source, p = node.args[0], float(node.args[1])  # type: ignore[arg-type]
+    scale = 0.0 if p == 1.0 else torch.ones((), dtype=output.dtype).div(1.0 - p).item()  # rounded as eager rounds it
+    with graph.inserting_before(node):
+        scaled = graph.call_function(aten.native_dropout_backward.default, (source, placeholder, scale))
+    scaled.meta = {**node.meta, "val": output}
+    for user in list(node.users):
+        user.replace_all_uses_with((scaled, placeholder)[user.args[1]])  # type: ignore[index,call-overload]
+        graph.erase_node(user)
+    graph.erase_node(node)

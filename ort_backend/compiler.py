@@ -1,0 +1,189 @@
+"""The backend: one compile from Dynamo's graph to callables that run ONNX Runtime sessions, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import aot_module_simplified
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ort_backend import debug, graph_report
+from ort_backend.environment import check_environment
+from ort_backend.guards import records
+from ort_backend.joint import halves, lower_inference, lower_joint
+from ort_backend.lowering import decompositions
+from ort_backend.lowering.graph import LoweredGraph
+from ort_backend.options import CompileOptions
+from ort_backend.runtime import capabilities
+from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.inference_graph import InferenceGraph
+from ort_backend.runtime.session import Session, SessionConfig
+from ort_backend.runtime.training_graph import TrainingGraph
+from ort_backend.target import OrtTarget
+from ort_backend.verify import verified
+
+log = logging.getLogger(__name__)
+
+Boxed = Callable[[list[Any]], Any]
+
+
+def ort_training(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The `torch.compile` backend `"ort_training"`: trains on ONNX Runtime.
+
+    Args:
+        gm: Dynamo's graph. Parameters, buffers and inputs are its placeholders.
+        example_inputs: Fake or real values of the placeholders.
+        options: See `CompileOptions`.
+
+    Returns:
+        A callable with the graph's signature.
+
+    Raises:
+        OptionError: an option is unknown or has a value that is not accepted.
+        EnvironmentProblem: a package is missing, too old, or installed twice.
+        LoweringError: `strict` is set and an operator does not run on ONNX Runtime's own kernels.
+    """
+    # 1. What is asked for, and what there is.
+    settings = CompileOptions.parse(options)
+    check_environment()
+    compilation = records.start(gm, settings)
+    name = graph_report.next_name()
+    dump = debug.Dump.of(settings, name)
+    if dump is not None:
+        dump.repro(gm, example_inputs, settings)
+    one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump)
+
+    # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
+    with compilation.phase("aot"), torch._functorch.config.patch(donated_buffer=False):
+        compiled = aot_module_simplified(
+            gm,
+            example_inputs,
+            fw_compiler=one.forward_of,
+            bw_compiler=one.backward_of,
+            inference_compiler=one.compile_inference,
+            partition_fn=one.compile_joint,
+            decompositions=decompositions.table(),
+        )
+
+    # 3. What came of it goes on record.
+    compilation.finish(one.publish())
+    return verified(one.watched(compiled), gm, name, settings.verify)
+
+
+class _Compilation:
+    """The callbacks of one compile, in the order in which AOTAutograd calls them."""
+
+    def __init__(
+        self, settings: CompileOptions, target: OrtTarget, compilation: records.Compilation, name: str, dump: debug.Dump | None
+    ) -> None:
+        self.settings, self.target, self.name, self.dump = settings, target, name, dump
+        self._compilation = compilation
+        self._seconds = {"lowering": 0.0, "session": 0.0}
+        self._started = time.perf_counter()
+        self._lowered: LoweredGraph | None = None
+        self._counts = RunCounts()
+        self._training: TrainingGraph | None = None
+
+    # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
+
+    def compile_joint(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's `partition_fn`."""
+        with self._phase("lowering"):
+            if self.dump is not None:
+                self.dump.fx(joint)
+            made = lower_joint(joint.graph, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
+        self._training = TrainingGraph(self._session(made.lowered), made.plan, self._counts)
+        return halves(joint, made.partition)
+
+    def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """AOTAutograd's `fw_compiler`."""
+        assert self._training is not None
+        return boxed(self._training.forward)
+
+    def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """AOTAutograd's `bw_compiler`, called at the first backward."""
+        assert self._training is not None
+        return boxed(self._training.backward)
+
+    # A graph without gradients.
+
+    def compile_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """AOTAutograd's `inference_compiler`."""
+        with self._phase("lowering"):
+            if self.dump is not None:
+                self.dump.fx(module)
+            lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name)
+        session = self._session(lowered) if plan.fetch_devices else None
+        self._lowered = lowered
+        return InferenceGraph(session, plan, self._counts)
+
+    # What both have in common.
+
+    def _session(self, lowered: LoweredGraph) -> Session:
+        self._lowered = lowered
+        with self._phase("session"):
+            config = SessionConfig(
+                provider=self.target.provider,
+                provider_options=self.settings.provider_options,
+                session_options=self.settings.session_options,
+                optimized_path=self.dump.model(lowered.model) if self.dump is not None else None,
+            )
+            return Session(lowered.model, config, {call.name: call.function for call in lowered.python_calls})
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        # AOTAutograd calls back under its fake mode, in which a constant of ours would be fake as well.
+        with self._compilation.phase(name), unset_fake_temporarily():
+            yield
+        self._seconds[name] += time.perf_counter() - started
+
+    def publish(self) -> graph_report.GraphReport | None:
+        """Puts the compiled graph on the report and in the log; warns once about what does not run on ONNX Runtime's kernels."""
+        if self._lowered is None:
+            return None
+        seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
+        kind = "inference" if self._training is None else "training"
+        made = graph_report.add(self.name, kind, self._compilation.function, self._lowered, seconds, self._counts)
+        log.info("%s", made.summary())
+        return made
+
+    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """`compiled`, telling the training graph which outputs had no gradient where that decides between zeros and `None`."""
+        training = self._training
+        if training is None or not training.gradients_may_be_undefined:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            results = compiled(*args)
+            training.watch_undefined(results)
+            return results
+
+        return call
+
+
+def boxed(function: Boxed) -> Boxed:
+    """A function that AOTAutograd calls with one list, which the function may empty."""
+
+    def call(args: list[Any]) -> Any:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
+    """The provider that was asked for, or the one of the tensors."""
+    provider = settings.provider
+    if provider is None:
+        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+        tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
+        cuda = any(tensor.device.type == "cuda" for tensor in tensors)
+        provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
+    return capabilities.target(provider, settings.opset)

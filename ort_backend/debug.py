@@ -1,0 +1,105 @@
+"""`options={"dump_dir": ...}`: what a compile made, on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from ort_backend.errors import OptionError
+from ort_backend.options import CompileOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """Files of one graph, all named after it.
+
+    `<name>.fx.txt`: the graph that was lowered, with shapes and dtypes; `<name>.onnx`: as lowered; `<name>.optimized.onnx`: after ONNX
+    Runtime's optimiser; `<name>.repro.py` (and `.pt`, its constants): a script that runs Dynamo's graph in eager and compiled, and compares.
+    """
+
+    directory: Path
+    name: str
+
+    @classmethod
+    def of(cls, settings: CompileOptions, name: str) -> Dump | None:
+        """Where to write, or None if nothing is to be written.
+
+        Raises:
+            OptionError: the directory cannot be made.
+        """
+        if settings.dump_dir is None:
+            return None
+        directory = Path(settings.dump_dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
+        return cls(directory, name)
+
+    def fx(self, module: fx.GraphModule) -> None:
+        """Writes the FX graph."""
+        text = module.print_readable(print_output=False, include_stride=True, include_device=True)
+        self._path("fx.txt").write_text(text)
+
+    def model(self, model: ir.Model) -> str:
+        """Writes the ONNX model as lowered; returns where ONNX Runtime is to write the optimised one."""
+        ir.save(model, self._path("onnx"))
+        return str(self._path("optimized.onnx"))
+
+    def repro(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions) -> None:
+        """Writes a script that runs Dynamo's graph in eager PyTorch and compiled, and compares."""
+        constants = {name: value.detach().clone() for name, value in (*gm.named_parameters(), *gm.named_buffers())}
+        torch.save(constants, self._path("repro.pt"))
+        self._path("repro.py").write_text(_script(gm, example_inputs, options, self._path("repro.pt").name))
+
+    def _path(self, ending: str) -> Path:
+        return self.directory / f"{self.name}.{ending}"
+
+
+def _script(gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, constants: str) -> str:
+    source = gm.print_readable(print_output=False)
+    plain = [field.name for field in dataclasses.fields(options) if field.name not in ("dump_dir", "verify", "guard_log")]
+    changed = {name: getattr(options, name) for name in plain if getattr(options, name) != getattr(CompileOptions(), name)}
+    return f'''"""Runs one graph in eager PyTorch and through backend="ort_training", and compares outputs and gradients. Inputs are random."""
+
+import pathlib
+
+import torch
+from torch import device, inf, nan  # names that the printed graph may use
+
+{source}
+
+model = {type(gm).__name__ if source.lstrip().startswith(f"class {type(gm).__name__}") else "GraphModule"}()
+for name, value in torch.load(pathlib.Path(__file__).with_name({constants!r})).items():
+    model.register_buffer(name, value) if "." not in name else None
+torch.manual_seed(0)
+inputs = [
+{chr(10).join(f"    {_recipe(value)}," for value in example_inputs)}
+]
+options = {changed!r}
+torch.compile(model, backend="ort_training", options={{**options, "verify": 1}})(*inputs)
+print("outputs and gradients equal eager's")
+'''
+
+
+def _recipe(value: Any) -> str:
+    """Source of an expression that makes an input like `value`."""
+    if not isinstance(value, torch.Tensor):
+        return repr(_hint(value))
+    shape = [_hint(size) for size in value.shape]
+    tail = f"dtype={value.dtype}, device={str(value.device)!r}"
+    if value.dtype.is_floating_point or value.dtype.is_complex:
+        return f"torch.randn({shape}, {tail}).requires_grad_({value.requires_grad})"
+    if value.dtype == torch.bool:
+        return f"torch.rand({shape}).lt(0.5).to({value.device.type!r})"
+    return f"torch.randint(0, 2, {shape}, {tail})"
+
+
+def _hint(size: Any) -> Any:
+    return size.node.hint if isinstance(size, (torch.SymInt, torch.SymFloat)) else size

@@ -1,0 +1,169 @@
+"""What was compiled, and what runs where: `ort_backend.report()`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from ort_backend.lowering.graph import LoweredGraph, Outside
+from ort_backend.runtime.counts import RunCounts
+
+MAX_GRAPHS = 1000
+
+_graphs: collections.deque[GraphReport] = collections.deque(maxlen=MAX_GRAPHS)
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class OutsideCount:
+    """Nodes of one operator that run as `PythonOp`, for one reason.
+
+    Attributes:
+        operator: Its qualified name, such as `aten::sort`.
+        reason: Why it does not run on ONNX Runtime's own kernels.
+        count: How many nodes.
+        where: The user's line of the first of them.
+    """
+
+    operator: str
+    reason: str
+    count: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        name: Unique in the process; dumped files carry it.
+        kind: `"training"` (forward and backward in one session) or `"inference"`.
+        function: The user's function that it comes from, with the file and line where it is defined.
+        fx_nodes: Computing nodes of the traced graph.
+        onnx_nodes: Nodes of the ONNX graph before ONNX Runtime's optimiser.
+        outside: What runs as `PythonOp`, most frequent first.
+        capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
+        lowering_seconds: Time to write the ONNX graph.
+        session_seconds: Time to make the ONNX Runtime session.
+        kept_bytes: Bytes that wait between forward and backward for the example sizes, without inputs and parameters; as lowered,
+            before ONNX Runtime's optimiser.
+        counts: Runs so far.
+    """
+
+    name: str
+    kind: str
+    function: str
+    fx_nodes: int
+    onnx_nodes: int
+    outside: tuple[OutsideCount, ...]
+    capture_seconds: float
+    lowering_seconds: float
+    session_seconds: float
+    kept_bytes: int
+    counts: RunCounts
+
+    @property
+    def python_ops(self) -> int:
+        """Number of nodes that run as `PythonOp`."""
+        return sum(one.count for one in self.outside)
+
+    def summary(self) -> str:
+        """One line for the log."""
+        seconds = f"{self.capture_seconds:.2f} s capture, {self.lowering_seconds:.2f} s lowering, {self.session_seconds:.2f} s session"
+        outside = ", ".join(f"{one.operator} x{one.count}" for one in self.outside)
+        outside = f"{self.python_ops} as PythonOp ({outside})" if outside else "0 as PythonOp"
+        return f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} ONNX nodes, {outside}; {seconds}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Every graph compiled so far in this process (the newest thousand). Prints as tables."""
+
+    graphs: tuple[GraphReport, ...]
+
+    def __rich__(self) -> Group:
+        """The tables, for `rich.print`."""
+        tables = [_graph_table(self.graphs)]
+        if any(graph.outside for graph in self.graphs):
+            tables.append(_outside_table(self.graphs))
+        return Group(*tables)
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=160)
+        console.print(self)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def report() -> Report:
+    """What runs where: for each compiled graph its nodes, what runs as `PythonOp` and why, seconds, memory, runs so far."""
+    return Report(tuple(_graphs))
+
+
+def clear() -> None:
+    """Forgets the graphs compiled so far."""
+    _graphs.clear()
+
+
+def next_name() -> str:
+    """A name for the next graph."""
+    return f"graph_{next(_numbers)}"
+
+
+def add(name: str, kind: str, function: str, lowered: LoweredGraph, seconds: Mapping[str, float], counts: RunCounts) -> GraphReport:
+    """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
+    made = GraphReport(
+        name=name,
+        kind=kind,
+        function=function,
+        fx_nodes=lowered.fx_nodes,
+        onnx_nodes=lowered.onnx_nodes,
+        outside=_counted(lowered.outside),
+        capture_seconds=seconds["capture"],
+        lowering_seconds=seconds["lowering"],
+        session_seconds=seconds["session"],
+        kept_bytes=lowered.kept_bytes,
+        counts=counts,
+    )
+    _graphs.append(made)
+    return made
+
+
+def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
+    groups: dict[tuple[str, str], list[Outside]] = {}
+    for one in outside:
+        groups.setdefault((one.operator, one.reason), []).append(one)
+    counted = [OutsideCount(operator, reason, len(group), group[0].where) for (operator, reason), group in groups.items()]
+    return tuple(sorted(counted, key=lambda one: -one.count))
+
+
+def _graph_table(graphs: Sequence[GraphReport]) -> Table:
+    table = Table(title="ort_training: compiled graphs")
+    table.add_column("graph")
+    table.add_column("kind")
+    table.add_column("function", overflow="fold")
+    for heading in ("ONNX nodes", "PythonOp", "capture s", "lowering s", "session s", "kept MB", "forwards", "backwards"):
+        table.add_column(heading, justify="right")
+    for graph in graphs:
+        numbers: list[Any] = [graph.onnx_nodes - graph.python_ops, graph.python_ops]
+        numbers += [f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds)]
+        kept = f"{graph.kept_bytes / 1e6:.2f}" if graph.kind == "training" else "-"
+        backwards = graph.counts.backward if graph.kind == "training" else "-"
+        table.add_row(graph.name, graph.kind, graph.function, *map(str, (*numbers, kept, graph.counts.forward, backwards)))
+    return table
+
+
+def _outside_table(graphs: Sequence[GraphReport]) -> Table:
+    table = Table(title="run by PyTorch inside the session (PythonOp)")
+    for heading in ("graph", "operator", "count", "reason", "first at"):
+        table.add_column(heading, overflow="fold")
+    for graph in graphs:
+        for one in graph.outside:
+            table.add_row(graph.name, one.operator, str(one.count), one.reason, one.where)
+    return table

@@ -1,0 +1,244 @@
+"""The partition function: AOTAutograd's joint graph becomes one ONNX training graph around a `YieldOp`.
+
+AOTAutograd is handed a forward and a backward graph as it expects, each one call of an operator that stands for a half of the session.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ort_backend.lowering.graph import GraphLowering, LoweredGraph
+from ort_backend.lowering.partition import JointPartition, divide
+from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.runtime.binding import Input, Output
+from ort_backend.runtime.inference_graph import InferencePlan
+from ort_backend.runtime.training_graph import TrainingPlan
+from ort_backend.target import OrtTarget
+
+# What stands in the graphs that AOTAutograd gets. They are never run: the compilers hand out the session's halves.
+_library = torch.library.Library("ort_training", "FRAGMENT")
+_library.define("forward(Tensor[] primals) -> Tensor[]")
+_library.define("backward(Tensor[] saved, Tensor token, Tensor[] tangents) -> Tensor[]")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingLowering:
+    """A joint graph in ONNX, with what the runtime needs to run it and what AOTAutograd needs to use it."""
+
+    lowered: LoweredGraph
+    plan: TrainingPlan
+    partition: JointPartition
+
+
+def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str) -> TrainingLowering:
+    """Lowers a joint graph into one ONNX graph: forward nodes, `YieldOp`, backward nodes, gradients as outputs."""
+    hoisted = hoist(graph)
+    partition = divide(graph, num_fwd_outputs)
+    lowering = GraphLowering(target, name, strict=strict)
+    inputs = _add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
+    lowering.run(partition.forward)
+    outputs, yielded = _yield(lowering, partition)
+    lowering.run(partition.backward)
+    gradients, fetched = _add_gradients(lowering, partition)
+    plan = TrainingPlan(
+        inputs=inputs,
+        outputs=outputs,
+        tangents=tuple(Input(i, node.meta["val"].dtype) for i, node in enumerate(partition.tangents)),
+        gradients=gradients,
+        draws=hoisted.draws,
+        yield_devices=tuple(_device(node) for node in yielded),
+        gradient_devices=tuple(_device(node) for node in fetched),
+        saved=partition.saved_primals,
+        saved_outputs=partition.saved_outputs,
+        replayed=partition.replayed,
+        depends_on=partition.depends_on,
+        tangent_outputs=_tangent_outputs(graph, partition),
+    )
+    return TrainingLowering(lowering.finish(), plan, partition)
+
+
+def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str) -> tuple[LoweredGraph, InferencePlan]:
+    """Lowers a graph that needs no gradient into one ONNX graph."""
+    hoisted = hoist(graph)
+    graph.eliminate_dead_code(lambda node: False if node.op == "placeholder" else node.is_impure())
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    primals = [node for node in placeholders if "draw" not in node.meta]
+    draws = [node for node in placeholders if "draw" in node.meta]
+    calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    lowering = GraphLowering(target, name, strict=strict)
+    inputs = _add_inputs(lowering, primals, draws, calls, ())
+    lowering.run(calls)
+    outputs, fetched = _add_outputs(lowering, results, primals)
+    plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(_device(node) for node in fetched))
+    return lowering.finish(), plan
+
+
+def _add_inputs(
+    lowering: GraphLowering, primals: Sequence[fx.Node], draws: Sequence[fx.Node], calls: Sequence[fx.Node], fetched: Sequence[Any]
+) -> tuple[Input, ...]:
+    """Graph inputs for the placeholders that the graph computes with, or that it fetches; all others never enter ONNX Runtime."""
+    inside, wanted = set(calls), {node for node in fetched if isinstance(node, fx.Node)}
+    inputs = []
+    for position, node in enumerate((*primals, *draws)):
+        fake = node.meta["val"]
+        if not isinstance(fake, (torch.Tensor, torch.SymInt)):
+            lowering.bind(node, fake)
+        elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside for user in node.users):
+            lowering.add_input(node, node.name)
+            inputs.append(Input(position, fake.dtype if isinstance(fake, torch.Tensor) else None))
+    return tuple(inputs)
+
+
+class _Results:
+    """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are."""
+
+    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node]) -> None:
+        self._lowering = lowering
+        self._arguments = {node: i for i, node in enumerate(arguments)}
+        self._fetches: dict[Any, int] = {}
+        self.nodes: list[fx.Node] = []
+        self.values: list[Any] = []
+
+    def add(self, node: Any) -> Output:
+        if not isinstance(node, fx.Node):
+            return Output("constant", value=node)
+        if node in self._arguments:
+            return Output("argument", self._arguments[node])
+        value = self._lowering.value(node)
+        if not hasattr(value, "producer"):
+            return Output("constant", value=value)
+        fake = node.meta["val"]
+        is_tensor = isinstance(fake, torch.Tensor)
+        permutation = _storage_order(fake) if is_tensor else None
+        key = (value, permutation)
+        if key not in self._fetches:
+            self._fetches[key] = len(self.values)
+            self.values.append(self._outgoing(value, fake, permutation))
+            self.nodes.append(node)
+        restored = None if permutation is None else _inverse(permutation)
+        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
+
+    def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
+        """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
+        if permutation is not None:
+            return self._lowering.transpose(value, permutation)
+        return value if value.producer() is not None and not self._is_tangent(value) else self._lowering.fresh(value, fake)
+
+    @staticmethod
+    def _is_tangent(value: Any) -> bool:
+        return value.producer().op_type == "YieldOp"
+
+
+def _storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from outermost to innermost in memory, for a dense tensor that is not contiguous; None for any other."""
+    if fake.dim() < 2 or not all(isinstance(s, int) for s in (*fake.stride(), *fake.shape)) or fake.is_contiguous() or fake.is_complex():
+        return None
+    order = sorted(range(fake.dim()), key=lambda d: (-fake.stride(d), d))
+    return tuple(order) if fake.permute(order).is_contiguous() else None
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(permutation.index(i) for i in range(len(permutation)))
+
+
+def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node]) -> tuple[tuple[Output, ...], list[fx.Node]]:
+    collected = _Results(lowering, arguments)
+    outputs = tuple(collected.add(node) for node in results)
+    for value in collected.values:
+        lowering.add_output(value, value.name)
+    return outputs, collected.nodes
+
+
+def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
+    """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
+    collected = _Results(lowering, partition.primals)
+    outputs = tuple(collected.add(node) for node in partition.outputs)
+    values, nodes = list(collected.values), list(collected.nodes)
+    # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for
+    # is its own affair (aliases, mutated inputs), so that each tangent is paired with an input of its type; the others are marked.
+    partners: list[int] = []
+    for tangent in partition.tangents:
+        start = partners[-1] + 1 if partners else 0
+        match = next((i for i in range(start, len(values)) if values[i].dtype == lowering.dtype_of(tangent)), None)
+        if match is None:
+            values.append(lowering.placeholder_of_dtype(tangent))
+            nodes.append(tangent)
+            match = len(values) - 1
+        partners.append(match)
+    lowering.yield_op(values, partition.tangents, [i for i in range(len(values)) if i not in partners])
+    return outputs, nodes
+
+
+def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
+    gradients, nodes = _add_outputs(lowering, partition.gradients, partition.tangents)
+    if not nodes:  # a session needs an output
+        tangent = partition.tangents[0]
+        value = lowering.fresh(lowering.value(tangent), tangent.meta["val"])
+        lowering.add_output(value, value.name)
+        nodes = [tangent]
+    return gradients, nodes
+
+
+def _tangent_outputs(graph: fx.Graph, partition: JointPartition) -> tuple[int, ...] | None:
+    """For each tangent, the forward output that it belongs to, from AOTAutograd's descriptors (there since torch 2.9; None without them)."""
+    described = graph.output_node().meta.get("desc")
+    if described is None:
+        return None
+    names = [str(one) for one in described[: len(partition.outputs)]]
+    wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in partition.tangents]
+    return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
+
+
+def _device(node: fx.Node) -> torch.device:
+    fake = node.meta["val"]
+    return fake.device if isinstance(fake, torch.Tensor) else torch.device("cpu")
+
+
+def halves(module: fx.GraphModule, partition: JointPartition) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two graphs that AOTAutograd gets: `(primals) -> (outputs, saved, token)` and `(saved, token, tangents) -> gradients`."""
+    forward, backward = fx.Graph(), fx.Graph()
+    primals = [_placeholder(forward, node, node.name) for node in partition.primals]
+    own = dict(zip(partition.primals, primals, strict=True))
+    call = forward.call_function(torch.ops.ort_training.forward.default, (primals,))
+    outputs = [own[node] if node in own else _item(forward, call, i, node) for i, node in enumerate(partition.outputs)]
+    token = forward.call_function(operator.getitem, (call, len(outputs)))
+    token.meta["val"] = _token_fake(module)
+    saved = [primals[i] for i in partition.saved_primals] + [outputs[i] for i in partition.saved_outputs]
+    forward.output((*outputs, *saved, token))
+
+    held = [_placeholder(backward, node, f"saved_{i}") for i, node in enumerate(saved)]
+    token_in = _placeholder(backward, token, "token")
+    tangents = [_placeholder(backward, node, node.name) for node in partition.tangents]
+    call = backward.call_function(torch.ops.ort_training.backward.default, (held, token_in, tangents))
+    backward.output(tuple(_item(backward, call, i, node) for i, node in enumerate(partition.gradients)))
+    return fx.GraphModule(module, forward), fx.GraphModule(module, backward)
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    made = graph.placeholder(name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _item(graph: fx.Graph, call: fx.Node, index: int, like: Any) -> Any:
+    """`call[index]` with the metadata of the node that it stands for; constants stay constants."""
+    if not isinstance(like, fx.Node):
+        return like
+    made = graph.call_function(operator.getitem, (call, index))
+    made.meta = dict(like.meta)
+    return made
+
+
+def _token_fake(module: fx.GraphModule) -> torch.Tensor:
+    fakes = (node.meta.get("val") for node in module.graph.nodes)
+    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    with mode:
+        return torch.zeros((), dtype=torch.int64)

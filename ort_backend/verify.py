@@ -1,0 +1,98 @@
+"""`options={"verify": n}`: the first calls of a graph beside eager PyTorch, outputs, mutated inputs and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.errors import VerificationError
+
+_TOLERANCE = {torch.float64: (1e-7, 1e-8), torch.float32: (1e-3, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
+
+
+def verified(compiled: Callable[..., Any], gm: fx.GraphModule, name: str, calls: int) -> Callable[..., Any]:
+    """`compiled`, whose first `calls` calls are preceded by a comparison with `gm` on copies of the inputs.
+
+    Gradients are compared for random tangents. PyTorch's random state is put back, so that the call itself sees what it would have seen.
+    """
+    if calls == 0:
+        return compiled
+    remaining = calls
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+
+    def call(*args: Any) -> Any:
+        nonlocal remaining
+        if remaining > 0:
+            remaining -= 1
+            _compare(compiled, gm, args, names, name)
+        return compiled(*args)
+
+    return call
+
+
+def _compare(compiled: Callable[..., Any], gm: Callable[..., Any], args: Sequence[Any], names: Sequence[str], graph: str) -> None:
+    state = torch.get_rng_state()
+    results = []
+    try:
+        for function in (gm, compiled):
+            torch.set_rng_state(state)
+            copies = [_copy(arg) for arg in args]
+            results.append(_run(function, copies))
+    finally:
+        torch.set_rng_state(state)
+    (outputs, inputs, gradients), (own_outputs, own_inputs, own_gradients) = results
+    for what, expected, actual, labels in (
+        ("output", outputs, own_outputs, [str(i) for i in range(len(outputs))]),
+        ("input after the call", inputs, own_inputs, names),
+        ("gradient of", gradients, own_gradients, names),
+    ):
+        for label, one, other in zip(labels, expected, actual, strict=True):
+            _check(f"{what} {label}", one, other, graph)
+
+
+def _copy(arg: Any) -> Any:
+    """A leaf over memory of its own, for a tensor that requires grad one whose in-place changes autograd allows."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    return arg.detach().clone().requires_grad_(arg.requires_grad)
+
+
+def _run(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    inputs = [arg.view_as(arg) if isinstance(arg, torch.Tensor) and arg.requires_grad else arg for arg in args]
+    outputs = list(function(*inputs))
+    differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    found: dict[int, Any] = {}
+    if differentiable and leaves and torch.is_grad_enabled():
+        tangents = [_tangent(out) for out in differentiable]
+        found = dict(zip(map(id, leaves), torch.autograd.grad(differentiable, leaves, tangents, allow_unused=True), strict=True))
+    kept = [i.detach() if isinstance(i, torch.Tensor) else i for i in inputs]
+    return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], kept, [found.get(id(arg)) for arg in args]
+
+
+def _tangent(output: torch.Tensor) -> torch.Tensor:
+    """The same numbers for eager and compiled, without touching the global generator."""
+    generator = torch.Generator(device=output.device).manual_seed(output.numel())
+    return torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
+
+
+def _check(what: str, expected: Any, actual: Any, graph: str) -> None:
+    if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
+        # Gradients that are zero in every element may be None.
+        if isinstance(expected, torch.Tensor) or isinstance(actual, torch.Tensor):
+            present = expected if isinstance(expected, torch.Tensor) else actual
+            if not bool((present == 0).all()):
+                raise VerificationError(f"{graph}: {what} differs from eager PyTorch: eager has {_kind(expected)}, ort_training has {_kind(actual)}")
+        return
+    rtol, atol = _TOLERANCE.get(expected.dtype, (0.0, 0.0))
+    try:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as difference:
+        raise VerificationError(f"{graph}: {what} differs from eager PyTorch: {difference}") from None
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,119 @@
+"""torch tensors <-> OrtValues over the same memory.
+
+No copy is made of a contiguous tensor of a dtype that ONNX has. These cost one copy each, on the way in: a tensor that is not
+contiguous, and one with a pending negation or conjugation. Complex tensors travel as pairs of reals, 8-bit floats as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+_from_dlpack = torch._C._from_dlpack
+_to_dlpack = torch._C._to_dlpack
+_NATIVE = {
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One input of an ONNX graph.
+
+    Attributes:
+        position: Where it stands among the callable's arguments.
+        dtype: The tensor's dtype; None for a Python int (a symbolic size).
+    """
+
+    position: int
+    dtype: torch.dtype | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One result of a callable.
+
+    Attributes:
+        source: `"fetch"`: an output of the ONNX graph; `"argument"`: the callable's own argument, passed through; `"constant"`: `value`.
+        index: Which fetch, or which argument.
+        dtype: The fetched tensor's dtype; None for a number.
+        value: The constant.
+        permutation: How the fetched tensor's dimensions are to be permuted to give the strides that PyTorch expects (a view, no copy).
+    """
+
+    source: Literal["fetch", "argument", "constant"]
+    index: int = 0
+    dtype: torch.dtype | None = None
+    value: Any = None
+    permutation: tuple[int, ...] | None = None
+
+
+def ort_device(device: torch.device) -> Any:
+    """torch's device as ONNX Runtime names it."""
+    kind = C.OrtDevice.cuda() if device.type == "cuda" else C.OrtDevice.cpu()
+    return C.OrtDevice(kind, C.OrtDevice.default_memory(), device.index or 0)
+
+
+def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
+    """A function from a callable's arguments to the `OrtValueVector` of a graph's inputs."""
+    plan = [(one.position, one.dtype is torch.bool, _inward(one.dtype)) for one in inputs]
+    count = len(plan)
+
+    def feed(args: Sequence[Any]) -> Any:
+        values = C.OrtValueVector()
+        values.reserve(count)
+        for position, is_bool, convert in plan:
+            tensor = args[position]
+            if convert is not None:
+                tensor = convert(tensor)
+            elif not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            values.push_back(_to_dlpack(tensor), is_bool)
+        return values
+
+    return feed
+
+
+def _inward(dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor] | None:
+    if dtype is None:
+        return torch.tensor
+    if dtype.is_complex:
+        return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
+    if dtype is torch.bool or dtype not in _NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
+        return lambda tensor: tensor.contiguous().view(torch.uint8)
+    return None
+
+
+def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:
+    """A function from an `OrtValueVector` of fetches and the callable's arguments to its results."""
+    plan = [(one, _outward(one.dtype), one.permutation) for one in outputs]
+
+    def fetch(values: Any, args: Sequence[Any]) -> list[Any]:
+        tensors = values.to_dlpacks(_from_dlpack)
+        results: list[Any] = []
+        for output, convert, permutation in plan:
+            if output.source == "fetch":
+                result = tensors[output.index]
+                if convert is not None:
+                    result = convert(result)
+                results.append(result if permutation is None else result.permute(permutation))
+            else:
+                results.append(args[output.index] if output.source == "argument" else output.value)
+        return results
+
+    return fetch
+
+
+def _outward(dtype: torch.dtype | None) -> Callable[[torch.Tensor], Any] | None:
+    if dtype is None:
+        return torch.Tensor.item
+    if dtype.is_complex:
+        return torch.view_as_complex
+    if dtype is torch.bool or dtype not in _NATIVE:
+        return lambda tensor: tensor.view(dtype)
+    return None

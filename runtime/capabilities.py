@@ -1,0 +1,110 @@
+"""What the installed ONNX Runtime can do, found by asking it: one-node sessions, each asked once per process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.target import OrtTarget
+
+MS = "com.microsoft"
+
+# Written with a declared output type and shape only; a probe without them brings the process down (onnxruntime-training 1.19.2).
+_UNSAFE_TO_PROBE = {("", "MaxPoolGrad"), ("", "AveragePoolGrad")}
+_CONTROL_FLOW = {"If", "Loop", "Scan", "SequenceMap"}
+
+
+def has_training() -> bool:
+    """Whether this ONNX Runtime runs a forward and a backward in one session (`TrainingAgent`, `YieldOp`)."""
+    return hasattr(C, "TrainingAgent") and has_contrib_op("YieldOp")
+
+
+def has_python_op() -> bool:
+    """Whether `PythonOp` nodes can run here."""
+    return hasattr(C, "register_forward_runner")
+
+
+def target(provider: str, opset: int) -> OrtTarget:
+    """The installed ONNX Runtime as a lowering target."""
+    return OrtTarget(
+        opset=opset,
+        provider=provider,
+        training=has_training(),
+        python_op=has_python_op(),
+        has_kernel=functools.partial(has_kernel, provider=provider, opset=opset),
+        contrib_ops=_ContribOps(),
+    )
+
+
+class _ContribOps(frozenset[str]):
+    """The set of `"domain::Name"` operators outside ONNX, each looked up when it is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        domain, _, op_type = str(name).partition("::")
+        return domain in (MS, "") and has_contrib_op(op_type, domain)
+
+
+@functools.cache
+def has_contrib_op(op_type: str, domain: str = MS) -> bool:
+    """Whether the build knows the schema of an operator outside ONNX."""
+    if domain == "":
+        domain, op_type = "", op_type
+    node = ir.Node(domain, op_type, inputs=[], outputs=[ir.Value(name="y")])
+    message = _refusal(ir.Model(ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 18, MS: 1}), ir_version=9), ("CPUExecutionProvider",))
+    return message is None or "is not a registered function/op" not in message
+
+
+def has_kernel(node: ir.Node, *, provider: str, opset: int) -> bool:
+    """Whether `provider` runs `node` with inputs of the dtypes that it has. True where a dtype is not known."""
+    if node.op_type in _CONTROL_FLOW or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
+        return True
+    if (node.domain, node.op_type) in _UNSAFE_TO_PROBE:
+        return provider == "CPUExecutionProvider" and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)
+    inputs = tuple((None if v is None else v.dtype, None if v is None or v.shape is None else v.shape.rank()) for v in node.inputs)
+    if any(v is not None and v.dtype is None for v in node.inputs):
+        return True
+    # The rank matters to no kernel's existence but to the checks that come before it, so that unequal ranks share one probe.
+    key = (node.domain, node.op_type, tuple(dtype for dtype, _ in inputs), _decisive(node), provider, opset)
+    if key not in _probed:
+        _probed[key] = _probe(node, provider, opset)
+    return _probed[key]
+
+
+_probed: dict[tuple[Any, ...], bool] = {}
+
+
+def _decisive(node: ir.Node) -> tuple[Any, ...]:
+    """The attributes that choose a kernel: the dtype to cast to, training or inference, reductions, number of outputs."""
+    chosen = ("to", "training_mode", "reduction", "mode", "direction")
+    return (*(str(node.attributes[name].value) for name in chosen if name in node.attributes), len(node.outputs))
+
+
+def _probe(node: ir.Node, provider: str, opset: int) -> bool:
+    inputs = [None if v is None else ir.Value(name=f"x{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.inputs)]
+    outputs = [ir.Value(name=f"y{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.outputs)]
+    copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), outputs=outputs)
+    graph = ir.Graph([v for v in inputs if v is not None], outputs, nodes=[copy], opset_imports={"": opset, MS: 1})
+    message = _refusal(ir.Model(graph, ir_version=9 if opset <= 20 else 10), (provider,))
+    return message is None or not any(word in message for word in ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH"))
+
+
+def _refusal(model: ir.Model, providers: tuple[str, ...]) -> str | None:
+    """What ONNX Runtime says against a model, or None if it takes it."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if providers != ("CPUExecutionProvider",):
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=list(providers))
+    except _REFUSALS as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return None
+
+
+_REFUSALS = (C.Fail, C.InvalidArgument, C.InvalidGraph, C.NotImplemented, C.RuntimeException, C.EPFail, C.InvalidProtobuf)

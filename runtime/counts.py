@@ -1,0 +1,13 @@
+"""How often a compiled graph ran."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass
+class RunCounts:
+    """Runs of one graph so far; outlives its session, so that a report can still show it."""
+
+    forward: int = 0
+    backward: int = 0

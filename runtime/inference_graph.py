@@ -1,0 +1,62 @@
+"""A forward without a backward: one plain session."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnxruntime as ort
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
+from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.session import ORT_ERRORS, Session, failure
+
+
+@dataclasses.dataclass(frozen=True)
+class InferencePlan:
+    """What a forward-only graph takes and gives.
+
+    Attributes:
+        inputs: The ONNX graph's inputs; positions count the callable's arguments first, then the draws.
+        outputs: The callable's results.
+        draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the callable's arguments.
+        fetch_devices: The device of each output of the ONNX graph.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
+    fetch_devices: tuple[torch.device, ...] = ()
+
+
+class InferenceGraph:
+    """A boxed callable: takes a list of arguments, which it empties, and returns the list of results."""
+
+    _boxed_call = True
+
+    def __init__(self, session: Session | None, plan: InferencePlan, counts: RunCounts) -> None:
+        self._session = session
+        self._draws = plan.draws
+        self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
+        self._devices = [ort_device(device) for device in plan.fetch_devices]
+        self._run_options = ort.RunOptions()
+        self._counts = counts
+        if session is not None:
+            self._inputs, self._outputs = session.inputs, session.outputs
+            self._sess = session.session._sess
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        self._counts.forward += 1
+        everything = [*args, *(draw(args) for draw in self._draws)] if self._draws else args
+        fetches = C.OrtValueVector()
+        if self._session is not None:
+            try:
+                self._sess.run_with_ortvaluevector(self._run_options, self._inputs, self._feed(everything), self._outputs, fetches, self._devices)
+            except ORT_ERRORS as error:
+                raise failure(error) from None
+        results = self._fetch(fetches, everything)
+        args.clear()
+        return results

@@ -1,0 +1,103 @@
+"""One ONNX Runtime session over a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.errors import OptionError, SessionError
+from ort_backend.runtime.python_op import Registration, take_error
+
+# Everything that ONNX Runtime's bindings raise.
+ORT_ERRORS = (
+    C.Fail,
+    C.InvalidArgument,
+    C.InvalidGraph,
+    C.InvalidProtobuf,
+    C.NotImplemented,
+    C.RuntimeException,
+    C.EPFail,
+    C.EngineError,
+    C.NoModel,
+    C.NoSuchFile,
+    C.ModelLoaded,
+    RuntimeError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionConfig:
+    """How sessions are made: the options that concern ONNX Runtime, resolved."""
+
+    provider: str = "CPUExecutionProvider"
+    provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    optimized_path: str | None = None
+
+    def make_options(self) -> ort.SessionOptions:
+        """ONNX Runtime's options: its threads follow torch's, and none of them spins between calls.
+
+        Raises:
+            OptionError: `session_options` names something that ONNX Runtime does not have.
+        """
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.enable_mem_pattern = False
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if self.optimized_path is not None:
+            options.optimized_model_filepath = self.optimized_path
+        for name, value in self.session_options.items():
+            self._set(options, name, value)
+        return options
+
+    @staticmethod
+    def _set(options: ort.SessionOptions, name: str, value: Any) -> None:
+        if "." in name:
+            options.add_session_config_entry(name, str(value))
+            return
+        if not hasattr(options, name) or callable(getattr(options, name)):
+            raise OptionError(f"session_options names {name!r}, which onnxruntime.SessionOptions does not have")
+        try:
+            setattr(options, name, value)
+        except TypeError as error:
+            raise OptionError(f"session_options[{name!r}] cannot be {value!r}: {error}") from None
+
+
+class Session:
+    """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes."""
+
+    def __init__(self, model: ir.Model, config: SessionConfig, functions: Mapping[str, Callable[..., Sequence[torch.Tensor]]]) -> None:
+        self._registrations = [Registration(name, function) for name, function in functions.items()]
+        provider = (config.provider, {key: str(value) for key, value in config.provider_options.items()})
+        try:
+            self.session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider])
+        except ORT_ERRORS as error:
+            raise SessionError(f"ONNX Runtime rejects the graph {model.graph.name!r}: {error}") from error
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the graph's inputs, in order."""
+        return [value.name for value in self.session.get_inputs()]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the graph's outputs, in order."""
+        return [value.name for value in self.session.get_outputs()]
+
+    def __del__(self) -> None:
+        for registration in getattr(self, "_registrations", ()):
+            registration.release()
+
+
+def failure(error: Exception) -> BaseException:
+    """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
+    return take_error() or SessionError(f"ONNX Runtime failed: {error}")

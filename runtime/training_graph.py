@@ -1,0 +1,196 @@
+"""A forward and its backward in one session: `TrainingAgent` runs up to the `YieldOp` and resumes there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.errors import OrtBackendError
+from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
+from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.session import ORT_ERRORS, Session, failure
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """What a training graph takes and gives.
+
+    Attributes:
+        inputs: The ONNX graph's inputs; positions count the forward's arguments first, then the draws.
+        outputs: The forward's results.
+        saved: What the forward returns behind them for the backward to hold: indices of arguments.
+        tangents: The tangents that enter at the `YieldOp`; positions count the backward's tangents.
+        gradients: The backward's results; arguments are tangents first, then what was saved.
+        draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the forward's arguments.
+        yield_devices: The device of each value that the `YieldOp` hands out.
+        gradient_devices: The device of each output of the ONNX graph.
+        saved_outputs: Likewise: indices of results.
+        replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
+        depends_on: For each result of the backward, the tangents that it depends on.
+        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    tangents: tuple[Input, ...]
+    gradients: tuple[Output, ...]
+    draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
+    yield_devices: tuple[torch.device, ...] = ()
+    gradient_devices: tuple[torch.device, ...] = ()
+    saved: tuple[int, ...] = ()
+    saved_outputs: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    depends_on: tuple[frozenset[int], ...] = ()
+    tangent_outputs: tuple[int, ...] | None = None
+
+
+class _Run:
+    """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
+
+    __slots__ = ("args", "guard", "state", "undefined", "versions")
+
+    def __init__(self, state: Any, args: list[Any], versions: list[int]) -> None:
+        self.state = state
+        self.args: list[Any] | None = args
+        self.versions = versions
+        self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
+        self.guard: Any = None
+
+
+class _Latest(threading.local):
+    """The forward that ran last on this thread."""
+
+    run: _Run | None = None
+
+
+class TrainingGraph:
+    """Two boxed callables over one session.
+
+    Every forward makes a run state of its own, so that any number of them may be pending, in any order. The state waits under a token,
+    a 0-d int64 tensor that autograd saves for the backward: when the token's memory goes, with the graph that holds it, so does the state.
+    """
+
+    def __init__(self, session: Session, plan: TrainingPlan, counts: RunCounts) -> None:
+        self._session = session
+        self._plan = plan
+        self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
+        self._feed_tangents, self._fetch_gradients = feeder(plan.tangents), fetcher(plan.gradients)
+        self._runs: dict[int, _Run] = {}
+        self._tokens = itertools.count()
+        self._latest = _Latest()
+        self._counts = counts
+        self._agent = C.TrainingAgent(
+            session.session._sess,
+            session.inputs,
+            [ort_device(device) for device in plan.yield_devices],
+            session.outputs,
+            [ort_device(device) for device in plan.gradient_devices],
+            0,
+        )
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Runs up to the `YieldOp`. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""
+        self._counts.forward += 1
+        plan = self._plan
+        everything = [*args, *(draw(args) for draw in plan.draws)]
+        state, fetches = self._advance(everything)
+        results = self._fetch(fetches, everything)
+        results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
+        run = _Run(state, everything, [everything[i]._version for i in plan.replayed])
+        results.append(self._token(run))
+        self._latest.run = run
+        args.clear()
+        return results
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Resumes behind the `YieldOp`. Takes saved tensors, the token and the tangents; returns the gradients.
+
+        Raises:
+            OrtBackendError: the run state is gone, or what a second backward needs was modified in place.
+        """
+        self._counts.backward += 1
+        count = len(self._plan.saved) + len(self._plan.saved_outputs)
+        token, tangents = args[count], args[count + 1 :]
+        run = self._runs.get(token.item())
+        if run is None:
+            raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
+        args.clear()
+        state = run.state if run.state is not None else self._replay(run)
+        run.state = None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            run.args = None
+        fetches = C.OrtValueVector()
+        try:
+            self._agent.run_backward(self._feed_tangents(tangents), fetches, state)
+        except ORT_ERRORS as error:
+            raise failure(error) from None
+        gradients = self._fetch_gradients(fetches, tangents)
+        if run.undefined:
+            return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
+        return gradients
+
+    def watch_undefined(self, results: Sequence[Any]) -> None:
+        """Lets the backward of the forward that just ran on this thread see which of its results have no gradient.
+
+        Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
+
+        Args:
+            results: What AOTAutograd's callable returned for that forward.
+        """
+        run, self._latest.run = self._latest.run, None
+        node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
+        if node is not None and run is not None:
+            places = self._plan.tangent_outputs or ()
+
+            def note(gradients: Sequence[Any]) -> None:
+                run.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+
+            node.register_prehook(note)
+
+    @property
+    def gradients_may_be_undefined(self) -> bool:
+        """Whether some gradient depends on some of the tangents only, so that `watch_undefined` is needed."""
+        every = frozenset(range(len(self._plan.tangents)))
+        return self._plan.tangent_outputs is not None and any(needs and needs != every for needs in self._plan.depends_on)
+
+    def _advance(self, everything: list[Any]) -> tuple[Any, Any]:
+        """Runs the session up to the `YieldOp`: its state there, and what it hands out."""
+        state, fetches = C.PartialGraphExecutionState(), C.OrtValueVector()
+        try:
+            self._agent.run_forward(self._feed(everything), fetches, state, None)
+        except ORT_ERRORS as error:
+            raise failure(error) from None
+        return state, fetches
+
+    def _replay(self, run: _Run) -> Any:
+        """A second backward over one forward: the first used the state up, so that the forward runs again over the same memory."""
+        if run.args is None:
+            raise OrtBackendError("trying to run the backward a second time after its state was freed; use retain_graph=True the first time")
+        for i, version in zip(self._plan.replayed, run.versions, strict=True):
+            if run.args[i]._version != version:
+                raise OrtBackendError(
+                    "a second backward runs the forward again, but one of the tensors needed for it has been modified by an inplace operation: "
+                    f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
+                )
+        state, _ = self._advance(run.args)
+        return state
+
+    def _token(self, run: _Run) -> torch.Tensor:
+        key, runs = next(self._tokens), self._runs
+        memory = np.array(key)
+        runs[key] = run
+        run.guard = weakref.ref(memory, lambda _: runs.pop(key, None))
+        return torch.from_numpy(memory)
+
+    @property
+    def pending(self) -> int:
+        """Number of forwards whose outputs are alive."""
+        return len(self._runs)
