@@ -1,0 +1,25 @@
+"""The backward of dropout. The forward draws random numbers: PyTorch does that, in front of the session."""
+
+from __future__ import annotations
+
+import torch
+
+from ort_backend.lowering.constants import constant
+from ort_backend.lowering.microsoft import microsoft
+from ort_backend.lowering.registry import Unsupported, register
+
+aten = torch.ops.aten
+
+
+@register(aten.native_dropout_backward.default, requires=("com.microsoft::DropoutGrad",), promote="output", keep=("mask",))
+def native_dropout_backward_fused(op, grad_output, mask, scale):
+    """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
+    if scale < 1:
+        raise Unsupported("everything was dropped")  # the ratio would be 1, its inverse infinite
+    return microsoft(op, "DropoutGrad", grad_output, mask, constant(op, 1 - 1 / scale, grad_output.dtype), like=grad_output)
+
+
+@register(aten.native_dropout_backward.default, promote="output", keep=("mask",))
+def native_dropout_backward(op, grad_output, mask, scale):
+    """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
+    return op.Mul(grad_output, op.Mul(op.Cast(mask, to=grad_output.dtype), float(scale)))

@@ -1,0 +1,91 @@
+"""Negative log likelihood. Other losses are decomposed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.microsoft import typed
+from ort_backend.lowering.registry import Unsupported, register
+
+aten = torch.ops.aten
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's Reduction
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGradient:
+    """The gradient of a negative log likelihood: one entry for each row along `axis`, zero elsewhere.
+
+    Attributes:
+        index: Where the entry stands, int64, of size 1 along `axis`.
+        value: The entry, of the same shape.
+        axis: The class dimension.
+    """
+
+    index: ir.Value
+    value: ir.Value
+    axis: int
+
+    @staticmethod
+    def of(value: ir.Value) -> RowGradient | None:
+        """What `value` was written from, if it is such a gradient."""
+        return value.meta.get("row_gradient")
+
+    def add_to(self, op: Any, tensor: ir.Value) -> ir.Value:
+        """`tensor` with the entries added."""
+        return op.ScatterElements(tensor, self.index, self.value, axis=self.axis, reduction="add")
+
+
+def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ignore_index: int) -> tuple[ir.Value, ir.Value, ir.Value, int]:
+    """(index, counted, weight of each row, class axis): the targets with the class dimension, ignored ones pointing at class 0."""
+    rank = self.shape.rank()  # type: ignore[union-attr]
+    axis = 0 if rank == 1 else 1
+    target = op.Cast(target, to=ir.DataType.INT64) if target.dtype != ir.DataType.INT64 else target
+    if rank > 1 or not target.shape.rank():  # type: ignore[union-attr]
+        target = op.Unsqueeze(target, int64s(op, [axis]))
+    if isinstance(ignore_index, ir.Value):
+        raise Unsupported("an ignore_index that is not a constant")
+    counted = op.Not(op.Equal(target, scalar_like(op, ignore_index, target)))
+    index = op.Where(counted, target, scalar_like(op, 0, target))
+    if weight is None:
+        return index, counted, op.Cast(counted, to=self.dtype), axis
+    return index, counted, op.Where(counted, op.Gather(weight, index, axis=0), scalar_like(op, 0.0, self)), axis
+
+
+@register(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss_forward(op, self, target, weight, reduction, ignore_index):
+    """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor output, Tensor total_weight)"""
+    index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
+    picked = op.GatherElements(self, index, axis=axis)
+    # An ignored row may hold -inf at class 0: choose, do not multiply by zero.
+    losses = op.Neg(op.Mul(op.Where(counted, picked, scalar_like(op, 0.0, self)), weights))
+    if reduction == _NONE:
+        flat = losses if self.shape.rank() == 1 and target.shape.rank() else op.Squeeze(losses, int64s(op, [axis]))
+        return flat, scalar_like(op, 0.0, self)
+    total_weight = op.ReduceSum(weights, keepdims=0)
+    loss = op.ReduceSum(losses, keepdims=0)
+    return (op.Div(loss, total_weight) if reduction == _MEAN else loss), total_weight
+
+
+@register(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(op, grad_output, self, target, weight, reduction, ignore_index, total_weight):
+    """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight) -> Tensor"""
+    index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
+    if reduction == _MEAN:
+        grad_output = op.Div(grad_output, total_weight)
+    elif reduction == _NONE and (self.shape.rank() > 1 or not target.shape.rank()):
+        grad_output = op.Unsqueeze(grad_output, int64s(op, [axis]))
+    # Without a counted row the division gives nan or inf, which no row may see.
+    entry = op.Where(counted, op.Neg(op.Mul(weights, grad_output)), scalar_like(op, 0.0, self))
+    row = RowGradient(index, typed(entry, self.dtype, index.shape), axis)
+    zeros = op.ConstantOfShape(op.Shape(self), value=ir.tensor([0.0], dtype=self.dtype))
+    result = row.add_to(op, typed(zeros, self.dtype, self.shape))
+    result.meta["row_gradient"] = row
+    return result
+
+

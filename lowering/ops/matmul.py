@@ -1,0 +1,126 @@
+"""Matrix products. A transpose of the last two dimensions is part of the product, not a node that moves memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.microsoft import microsoft
+from ort_backend.lowering.registry import register
+
+aten = torch.ops.aten
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FUSED = ("com.microsoft::FusedMatMul",)
+
+
+def _untransposed(value: ir.Value) -> tuple[ir.Value, bool]:
+    """(matrix, whether `value` is its transpose in the last two dimensions)."""
+    node = value.producer()
+    if node is None or node.op_type != "Transpose" or node.domain:
+        return value, False
+    source = node.inputs[0]
+    rank = value.shape.rank() if value.shape is not None else 0
+    swapped = [*range(rank - 2), rank - 1, rank - 2]
+    # Type and shape are those of a finished result: not every intermediate value has them.
+    if rank < 2 or "perm" not in node.attributes or list(node.attributes["perm"].as_ints()) != swapped or source is None or source.shape is None:
+        return value, False
+    return source, True
+
+
+def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Value:
+    if not isinstance(factor, ir.Value) and factor == 1:
+        return tensor
+    return op.Mul(tensor, scalar_like(op, factor, tensor))
+
+
+
+def _is_zero(factor: int | float | ir.Value) -> bool:
+    return not isinstance(factor, ir.Value) and factor == 0
+
+
+@register(aten.mm.default, promote="output")
+def mm(op, self, mat2):
+    """mm(Tensor self, Tensor mat2) -> Tensor"""
+    (a, trans_a), (b, trans_b) = _untransposed(self), _untransposed(mat2)
+    if self.dtype in _FLOATS and (trans_a or trans_b):
+        return op.Gemm(a, b, transA=int(trans_a), transB=int(trans_b))
+    return op.MatMul(self, mat2)
+
+
+@register(aten.addmm.default, promote="output")
+def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
+    """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    if self.dtype not in _FLOATS or isinstance(alpha, ir.Value) or isinstance(beta, ir.Value):
+        return _plus(op, self, op.MatMul(mat1, mat2), beta, alpha)
+    (a, trans_a), (b, trans_b) = _untransposed(mat1), _untransposed(mat2)
+    attributes = {"alpha": float(alpha), "beta": float(beta), "transA": int(trans_a), "transB": int(trans_b)}
+    return op.Gemm(a, b, **attributes) if _is_zero(beta) else op.Gemm(a, b, self, **attributes)
+
+
+def _plus(op: Any, bias: ir.Value, product: ir.Value, beta: int | float | ir.Value, alpha: int | float | ir.Value) -> ir.Value:
+    """beta bias + alpha product; `bias` is not read where beta is 0."""
+    product = _scaled(op, product, alpha)
+    return product if _is_zero(beta) else op.Add(_scaled(op, bias, beta), product)
+
+
+@register(aten.bmm.default, requires=_FUSED, promote="output")
+def bmm_fused(op, self, mat2):
+    """bmm(Tensor self, Tensor mat2) -> Tensor"""
+    return _product(op, self, mat2)
+
+
+def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir.Value:
+    """alpha left @ right with their transposes inside."""
+    (a, trans_a), (b, trans_b) = _untransposed(left), _untransposed(right)
+    if not (trans_a or trans_b) and alpha == 1:
+        return op.MatMul(left, right)
+    like = ir.Value(type=left.type, shape=ir.Shape([*left.shape[:-1], right.shape[-1]]))  # type: ignore[index]
+    return microsoft(op, "FusedMatMul", a, b, like=like, transA=int(trans_a), transB=int(trans_b), alpha=float(alpha))
+
+
+@register(aten.bmm.default, promote="output")
+def bmm(op, self, mat2):
+    """bmm(Tensor self, Tensor mat2) -> Tensor"""
+    return op.MatMul(self, mat2)
+
+
+@register(aten.baddbmm.default, requires=_FUSED, promote="output")
+def baddbmm_fused(op, self, batch1, batch2, *, beta=1, alpha=1):
+    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    if isinstance(alpha, ir.Value) or batch1.dtype not in _FLOATS:
+        return _plus(op, self, op.MatMul(batch1, batch2), beta, alpha)
+    return _plus(op, self, _product(op, batch1, batch2, alpha), beta, 1)
+
+
+@register(aten.baddbmm.default, promote="output")
+def baddbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
+    """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _plus(op, self, op.MatMul(batch1, batch2), beta, alpha)
+
+
+@register(aten.addbmm.default, promote="output")
+def addbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
+    """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _plus(op, self, op.ReduceSum(op.MatMul(batch1, batch2), int64s(op, [0]), keepdims=0), beta, alpha)
+
+
+@register(aten.mv.default, promote="output")
+def mv(op, self, vec):
+    """mv(Tensor self, Tensor vec) -> Tensor"""
+    return op.MatMul(self, vec)
+
+
+@register(aten.addmv.default, promote="output")
+def addmv(op, self, mat, vec, *, beta=1, alpha=1):
+    """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
+    return _plus(op, self, op.MatMul(mat, vec), beta, alpha)
+
+
+@register(aten.dot.default, aten.vdot.default, promote="output")
+def dot(op, self, tensor):
+    """dot(Tensor self, Tensor tensor) -> Tensor"""
+    return op.MatMul(self, tensor)

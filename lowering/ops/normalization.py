@@ -1,0 +1,316 @@
+"""Layer, batch and group normalization, each beside its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.microsoft import microsoft, typed
+from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import reshape
+
+aten = torch.ops.aten
+
+
+def _filled(op: Any, number: float, size: Sequence[int | ir.Value], like: ir.Value) -> ir.Value:
+    if not all(isinstance(part, int) for part in size):
+        raise Unsupported("normalization over dimensions of unknown size without a weight")
+    return constant(op, np.full(list(size), number), like.dtype)  # type: ignore[arg-type]
+
+
+def _sum(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = False) -> ir.Value:
+    return op.ReduceSum(tensor, int64s(op, axes), keepdims=int(keepdims)) if axes else tensor
+
+
+def _mean(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = True) -> ir.Value:
+    return op.ReduceMean(tensor, int64s(op, axes), keepdims=int(keepdims))
+
+
+def _rsqrt(op: Any, variance: ir.Value, eps: float) -> ir.Value:
+    return op.Reciprocal(op.Sqrt(op.Add(variance, scalar_like(op, eps, variance))))
+
+
+# -- layer norm
+
+
+@register(aten.native_layer_norm.default)
+def native_layer_norm(op, input, normalized_shape, weight, bias, eps):
+    """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""
+    dims = len(normalized_shape)
+    if input.dtype == ir.DataType.DOUBLE:  # ONNX's mean and deviation are float32
+        return _layer_norm(op, input, dims, weight, bias, eps)
+    weight = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
+    inputs = (input, weight) if bias is None else (input, weight, bias)
+    return op.LayerNormalization(*inputs, axis=-dims, epsilon=eps, _outputs=3)
+
+
+def _layer_norm(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
+    axes = list(range(-dims, 0))
+    mean = _mean(op, input, axes)
+    centred = op.Sub(input, mean)
+    rstd = _rsqrt(op, _mean(op, op.Mul(centred, centred), axes), eps)
+    out = op.Mul(centred, rstd)
+    out = out if weight is None else op.Mul(out, weight)
+    return [out if bias is None else op.Add(out, bias), mean, rstd]
+
+
+@register(aten.native_layer_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))
+def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
+    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
+    # The kernel writes all three.
+    results = microsoft(op, "LayerNormalizationGrad", grad_out, input, scale, mean, rstd, like=(input, scale, scale), axis=-len(normalized_shape))
+    return [result if wanted else None for result, wanted in zip(results, output_mask)]
+
+
+@register(aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(op, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
+    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    inner = list(range(-len(normalized_shape), 0))
+    outer = list(range(input.shape.rank() - len(normalized_shape)))
+    normal = op.Mul(op.Sub(input, mean), rstd)
+    scaled = grad_out if weight is None else op.Mul(grad_out, weight)
+    along = op.Mul(normal, _mean(op, op.Mul(scaled, normal), inner))
+    grad_input = op.Mul(op.Sub(op.Sub(scaled, _mean(op, scaled, inner)), along), rstd)
+    grad_weight = _sum(op, op.Mul(grad_out, normal), outer) if output_mask[1] else None
+    return grad_input if output_mask[0] else None, grad_weight, _sum(op, grad_out, outer) if output_mask[2] else None
+
+
+# -- batch norm
+
+
+def _channels(input: ir.Value) -> int:
+    channels = input.shape[1]  # type: ignore[index]
+    if not isinstance(channels, int):
+        raise Unsupported("batch normalization over an unknown number of channels")
+    return channels
+
+
+def _other_dims(input: ir.Value) -> list[int]:
+    return [0, *range(2, input.shape.rank())]  # type: ignore[union-attr]
+
+
+def _per_channel(op: Any, vector: ir.Value, like: ir.Value) -> ir.Value:
+    """A vector over channels in the shape that broadcasts over `like` (N, C, ...)."""
+    spatial = like.shape.rank() - 2  # type: ignore[union-attr]
+    return op.Unsqueeze(vector, int64s(op, list(range(1, 1 + spatial)))) if spatial else vector
+
+
+def _affine(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | None) -> tuple[ir.Value, ir.Value]:
+    size = [_channels(input)]
+    return (
+        _filled(op, 1.0, size, input) if weight is None else weight,
+        _filled(op, 0.0, size, input) if bias is None else bias,
+    )
+
+
+def _batch_statistics_fused(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
+    """[result, mean, biased variance, 1 / deviation] of the batch."""
+    weight, bias = _affine(op, input, weight, bias)
+    zeros = _filled(op, 0.0, [_channels(input)], input)
+    # ONNX's momentum is the part of the old statistics: none of it leaves the batch's own mean and (biased) variance.
+    return microsoft(
+        op, "BatchNormInternal", input, weight, bias, zeros, zeros, like=(input, bias, bias, bias, bias), epsilon=eps, momentum=0.0, training_mode=1
+    )
+
+
+def _batch_norm_fused(op: Any, input: ir.Value, weight: Any, bias: Any, eps: float) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    if input.dtype == ir.DataType.DOUBLE:
+        raise Unsupported("BatchNormInternal in float64")
+    out, mean, variance, _, rstd = _batch_statistics_fused(op, input, weight, bias, eps)
+    return out, mean, variance, rstd
+
+
+def _batch_norm(op: Any, input: ir.Value, weight: Any, bias: Any, eps: float) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """(result, mean, biased variance, 1 / deviation) of the batch, by primitives: BatchNormalization in training mode has no CUDA kernel."""
+    axes = _other_dims(input)
+    mean = _mean(op, input, axes)
+    centred = op.Sub(input, mean)
+    variance = _mean(op, op.Mul(centred, centred), axes)
+    rstd = _rsqrt(op, variance, eps)
+    factor = rstd if weight is None else op.Mul(rstd, _per_channel(op, weight, input))
+    out = op.Mul(centred, factor)
+    out = out if bias is None else op.Add(out, _per_channel(op, bias, input))
+    mean, variance, rstd = (op.Squeeze(value, int64s(op, axes)) for value in (mean, variance, rstd))
+    return out, mean, variance, rstd
+
+
+def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float) -> list[ir.Value]:
+    """The running statistics after the batch. PyTorch's running variance is unbiased."""
+    count = op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=variance.dtype)
+    unbiased = op.Mul(variance, op.Div(count, op.Sub(count, 1.0)))
+    return [
+        op.Add(op.Mul(old, 1.0 - momentum), op.Mul(new, float(momentum)))
+        for old, new in ((running_mean, mean), (running_var, unbiased))
+    ]
+
+
+def _inference(op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float) -> ir.Value:
+    weight, bias = _affine(op, input, weight, bias)
+    return op.BatchNormalization(input, weight, bias, running_mean, running_var, epsilon=eps)
+
+
+def _nothing(op: Any, like: ir.Value) -> ir.Value:
+    return constant(op, np.zeros([0]), like.dtype)  # type: ignore[arg-type]
+
+
+def _functional(statistics: Any, op: Any, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+    if not training:
+        none = _nothing(op, input)
+        return _inference(op, input, weight, bias, mean, var, eps), none, none, op.Identity(mean), op.Identity(var)
+    out, batch_mean, variance, rstd = statistics(op, input, weight, bias, eps)
+    return out, batch_mean, rstd, *_updated(op, input, mean, var, batch_mean, variance, momentum)
+
+
+@register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",))
+def native_batch_norm_functional_fused(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
+    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)"""
+    return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@register(aten._native_batch_norm_legit_functional.default)
+def native_batch_norm_functional(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
+    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)"""
+    return _functional(_batch_norm, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@register(aten._native_batch_norm_legit.no_stats, requires=("com.microsoft::BatchNormInternal",))
+def native_batch_norm_no_stats_fused(op, input, weight, bias, training, momentum, eps):
+    """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
+    (Tensor, Tensor, Tensor)"""
+    out, mean, _, rstd = _batch_norm_fused(op, input, weight, bias, eps)
+    return out, mean, rstd
+
+
+@register(aten._native_batch_norm_legit.no_stats)
+def native_batch_norm_no_stats(op, input, weight, bias, training, momentum, eps):
+    """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
+    (Tensor, Tensor, Tensor)"""
+    out, mean, _, rstd = _batch_norm(op, input, weight, bias, eps)
+    return out, mean, rstd
+
+
+@register(aten._native_batch_norm_legit_no_training.default)
+def native_batch_norm_no_training(op, input, weight, bias, running_mean, running_var, momentum, eps):
+    """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor)"""
+    none = _nothing(op, input)
+    return _inference(op, input, weight, bias, running_mean, running_var, eps), none, none
+
+
+@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",))
+def native_batch_norm_backward_fused(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
+    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    if not train:
+        raise Unsupported("the kernel differentiates through the statistics of the batch")
+    scale, _ = _affine(op, input, weight, None)
+    results = microsoft(
+        op, "BatchNormalizationGrad", grad_out, input, scale, save_mean, save_invstd, like=(input, scale, scale), epsilon=eps
+    )
+    return [result if wanted else None for result, wanted in zip(results, output_mask)]
+
+
+@register(aten.native_batch_norm_backward.default)
+def native_batch_norm_backward(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
+    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    axes = _other_dims(input)
+    mean = save_mean if train else running_mean
+    invstd = save_invstd if train else _rsqrt(op, running_var, eps)
+    grad_weight = grad_input = None
+    if output_mask[1] or train:
+        normal = op.Mul(op.Sub(input, _per_channel(op, mean, input)), _per_channel(op, invstd, input))
+        grad_weight = _sum(op, op.Mul(grad_out, normal), axes)
+    if output_mask[0]:
+        factor = _per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
+        grad_input = grad_out
+        if train:
+            count = op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=input.dtype)
+            along = op.Mul(normal, _per_channel(op, op.Div(grad_weight, count), input))
+            grad_input = op.Sub(op.Sub(grad_out, _mean(op, grad_out, axes)), along)
+        grad_input = op.Mul(grad_input, factor)
+    return grad_input, grad_weight if output_mask[1] else None, _sum(op, grad_out, axes) if output_mask[2] else None
+
+
+# -- group norm: layer norm of (N, groups, the rest) with the affine part for each channel
+
+
+def _grouped(op: Any, tensor: ir.Value, N: Any, group: int) -> ir.Value:
+    grouped = reshape(op, tensor, [N, group, -1])
+    return typed(grouped, tensor.dtype, [tensor.shape[0], group, None])  # type: ignore[arg-type, index]
+
+
+def _ones_behind(op: Any, grouped: ir.Value) -> ir.Value:
+    """Ones of the size of the last dimension."""
+    size = op.Shape(grouped, start=2, end=3)
+    return typed(op.ConstantOfShape(size, value=ir.tensor([1.0], dtype=grouped.dtype)), grouped.dtype, [None])  # type: ignore[arg-type]
+
+
+@register(aten.native_group_norm.default)
+def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
+    """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) ->
+    (Tensor, Tensor, Tensor)"""
+    grouped = _grouped(op, input, N, group)
+    if input.dtype == ir.DataType.DOUBLE:
+        out, mean, rstd = _layer_norm(op, grouped, 1, None, None, eps)
+    else:
+        out, mean, rstd = op.LayerNormalization(grouped, _ones_behind(op, grouped), axis=-1, epsilon=eps, _outputs=3)
+    out = typed(op.Reshape(out, op.Shape(input)), input.dtype, input.shape)
+    if weight is not None:
+        out = op.Mul(out, _per_channel(op, weight, input))
+    if bias is not None:
+        out = op.Add(out, _per_channel(op, bias, input))
+    return out, *(op.Squeeze(value, int64s(op, [2])) for value in (mean, rstd))
+
+
+def _group_norm_inputs(op: Any, grad_out: ir.Value, input: ir.Value, weight: Any, N: Any, group: int) -> tuple[ir.Value, ir.Value]:
+    scaled = grad_out if weight is None else op.Mul(grad_out, _per_channel(op, weight, input))
+    return _grouped(op, typed(scaled, input.dtype, input.shape) if weight is not None else scaled, N, group), _grouped(op, input, N, group)
+
+
+def _group_norm_affine(op: Any, grad_out: Any, x: Any, mean: Any, rstd: Any, input: Any, mask: Any) -> tuple[ir.Value | None, ir.Value | None]:
+    """The gradients of weight and bias; `x` is the grouped input, `mean` and `rstd` broadcast over it."""
+    axes = _other_dims(input)
+    grad_weight = None
+    if mask[1]:
+        normal = typed(op.Reshape(op.Mul(op.Sub(x, mean), rstd), op.Shape(input)), input.dtype, input.shape)
+        grad_weight = _sum(op, op.Mul(grad_out, normal), axes)
+    return grad_weight, _sum(op, grad_out, axes) if mask[2] else None
+
+
+@register(aten.native_group_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))
+def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
+    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
+    mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
+    grad_input = None
+    if output_mask[0]:
+        ones = _ones_behind(op, x)
+        grad_input, _, _ = microsoft(op, "LayerNormalizationGrad", g, x, ones, mean, rstd, like=(x, ones, ones), axis=-1)
+        grad_input = op.Reshape(grad_input, op.Shape(input))
+    return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)
+
+
+@register(aten.native_group_norm_backward.default)
+def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
+    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
+    mean, rstd = (op.Unsqueeze(value, int64s(op, [2])) for value in (mean, rstd))
+    grad_input = None
+    if output_mask[0]:
+        normal = op.Mul(op.Sub(x, mean), rstd)
+        along = op.Mul(normal, _mean(op, op.Mul(g, normal), [2]))
+        grad_input = op.Reshape(op.Mul(op.Sub(op.Sub(g, _mean(op, g, [2])), along), rstd), op.Shape(input))
+    return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)

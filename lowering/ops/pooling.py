@@ -1,0 +1,253 @@
+"""Pooling and its gradients.
+
+`MaxPoolGrad` and `AveragePoolGrad` are not used: without declared shapes they bring the process down (onnxruntime-training 1.19.2), they have
+no CUDA kernel, and scattering (max) and a transposed convolution over single planes (average) are no slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.microsoft import typed
+from ort_backend.lowering.registry import Unsupported, register
+
+aten = torch.ops.aten
+
+
+def _per_dim(sizes: Sequence[int], spatial: int) -> list[int]:
+    return [int(size) for size in sizes] if len(sizes) == spatial else [int(sizes[0])] * spatial
+
+
+def _static(tensor: ir.Value, spatial: int) -> list[int] | None:
+    """The sizes of the pooled dimensions, if they are known."""
+    sizes = list(tensor.shape[-spatial:])  # type: ignore[index]
+    return [int(size) for size in sizes] if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+
+
+def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> dict[str, Any]:
+    """The attributes of an ONNX pooling node; with `ceil_mode` only where it gives the sizes that PyTorch gives."""
+    kernel, pads, dilations = _per_dim(kernel_size, spatial), _per_dim(padding, spatial), _per_dim(dilation, spatial)
+    strides = _per_dim(stride, spatial) if stride else kernel
+    ceil = 0
+    if ceil_mode:
+        sizes = _static(tensor, spatial)
+        if sizes is None:
+            raise Unsupported("ceil_mode with sizes that are not known")
+        for size, k, s, p, d in zip(sizes, kernel, strides, pads, dilations):
+            span = size + 2 * p - d * (k - 1) - 1
+            rounded = math.ceil(span / s)
+            if rounded * s >= size + p:
+                raise Unsupported("ceil_mode with a last window that starts in the padding")
+            ceil |= int(rounded != span // s)
+    return {"kernel_shape": kernel, "strides": strides, "pads": pads + pads, "dilations": dilations, "ceil_mode": ceil}
+
+
+def _batched(op: Any, tensor: ir.Value, spatial: int) -> ir.Value:
+    """(C, ...) as (1, C, ...)."""
+    if tensor.shape.rank() == spatial + 2:  # type: ignore[union-attr]
+        return tensor
+    return typed(op.Unsqueeze(tensor, int64s(op, [0])), tensor.dtype, [1, *tensor.shape])  # type: ignore[arg-type, misc]
+
+
+def _unbatched(op: Any, result: ir.Value, tensor: ir.Value, spatial: int) -> ir.Value:
+    return result if tensor.shape.rank() == spatial + 2 else op.Squeeze(result, int64s(op, [0]))  # type: ignore[union-attr]
+
+
+def _max_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any]) -> tuple[ir.Value, ir.Value]:
+    batched = _batched(op, self, spatial)
+    out, flat_indices = op.MaxPool(batched, **window, _outputs=2)
+    # ONNX counts through the whole tensor, PyTorch within each plane.
+    plane = op.ReduceProd(op.Shape(self, start=-spatial), keepdims=0) if _static(self, spatial) is None else math.prod(_static(self, spatial))  # type: ignore[arg-type]
+    indices = _unbatched(op, op.Mod(flat_indices, plane), self, spatial)
+    indices.meta["flat_indices"] = flat_indices
+    return _unbatched(op, out, self, spatial), indices
+
+
+@register(aten.max_pool2d_with_indices.default)
+def max_pool2d_with_indices(op, self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
+    """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) ->
+    (Tensor, Tensor)"""
+    return _max_pool(op, self, 2, _window(self, 2, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
+
+
+@register(aten.max_pool3d_with_indices.default)
+def max_pool3d_with_indices(op, self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
+    """max_pool3d_with_indices(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool ceil_mode=False) ->
+    (Tensor, Tensor)"""
+    return _max_pool(op, self, 3, _window(self, 3, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
+
+
+def _list(sizes: int | Sequence[int]) -> Sequence[int]:
+    return [sizes] if isinstance(sizes, int) else sizes
+
+
+def _scatter(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.Value, spatial: int) -> ir.Value:
+    """Adds each entry of the gradient where the maximum stood."""
+    size = op.Shape(self)
+    flat = indices.meta.get("flat_indices")
+    if flat is not None:
+        grad, index, shape, axis = op.Reshape(grad_output, int64s(op, [-1])), op.Reshape(flat, int64s(op, [-1])), op.Unsqueeze(op.Size(self), int64s(op, [0])), 0
+    else:
+        lead = op.Shape(self, start=0, end=-spatial)
+        rows = op.Concat(lead, int64s(op, [-1]), axis=0)
+        grad, index, axis = op.Reshape(grad_output, rows), op.Reshape(indices, rows), self.shape.rank() - spatial  # type: ignore[union-attr]
+        shape = op.Concat(lead, op.ReduceProd(op.Shape(self, start=-spatial), keepdims=1), axis=0)
+    zeros = op.ConstantOfShape(shape, value=ir.tensor([0.0], dtype=grad_output.dtype))
+    return op.Reshape(op.ScatterElements(zeros, index, grad, axis=axis, reduction="add"), size)
+
+
+@register(aten.max_pool2d_with_indices_backward.default, promote="output", keep=("indices",))
+def max_pool2d_with_indices_backward(op, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
+    """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation,
+    bool ceil_mode, Tensor indices) -> Tensor"""
+    return _scatter(op, grad_output, self, indices, 2)
+
+
+@register(aten.max_pool3d_with_indices_backward.default, promote="output", keep=("indices",))
+def max_pool3d_with_indices_backward(op, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
+    """max_pool3d_with_indices_backward(Tensor grad_output, Tensor self, int[3] kernel_size, int[3] stride, int[3] padding, int[3] dilation,
+    bool ceil_mode, Tensor indices) -> Tensor"""
+    return _scatter(op, grad_output, self, indices, 3)
+
+
+@register(aten.adaptive_max_pool2d_backward.default, promote="output", keep=("indices",))
+def adaptive_max_pool2d_backward(op, grad_output, self, indices):
+    """adaptive_max_pool2d_backward(Tensor grad_output, Tensor self, Tensor indices) -> Tensor"""
+    return _scatter(op, grad_output, self, indices, 2)
+
+
+# -- average
+
+
+def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None) -> ir.Value:
+    if window["ceil_mode"]:
+        raise Unsupported("average pooling with ceil_mode: ONNX Runtime divides the last windows by another number")
+    padded = any(window["pads"])
+    if divisor_override and padded and not count_include_pad:
+        count_include_pad = True  # the divisor is given: only the sum matters
+    window = {name: value for name, value in window.items() if name != "dilations"}
+    out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(count_include_pad))
+    if divisor_override:
+        out = op.Mul(out, math.prod(window["kernel_shape"]) / divisor_override)
+    return _unbatched(op, out, self, spatial)
+
+
+@register(aten.avg_pool2d.default)
+def avg_pool2d(op, self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True,
+    int? divisor_override=None) -> Tensor"""
+    window = _window(self, 2, kernel_size, stride, _list(padding), [1], ceil_mode)
+    return _avg_pool(op, self, 2, window, count_include_pad, divisor_override)
+
+
+@register(aten.avg_pool3d.default)
+def avg_pool3d(op, self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
+    """avg_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool count_include_pad=True,
+    int? divisor_override=None) -> Tensor"""
+    window = _window(self, 3, kernel_size, stride, _list(padding), [1], ceil_mode)
+    return _avg_pool(op, self, 3, window, count_include_pad, divisor_override)
+
+
+def _avg_pool_backward(
+    op: Any, grad_output: ir.Value, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None
+) -> ir.Value:
+    """Spreads each entry over its window: a transposed convolution of single planes with a window of equal weights."""
+    sizes = _static(self, spatial)
+    if sizes is None:
+        raise Unsupported("average pooling over dimensions of unknown size")
+    if window["ceil_mode"]:
+        raise Unsupported("average pooling with ceil_mode")
+    kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
+    pooled = [(size + 2 * p - k) // s + 1 for size, k, s, p in zip(sizes, kernel, strides, pads)]
+    if divisor_override or count_include_pad or not any(pads):
+        weight, grad = 1 / (divisor_override or math.prod(kernel)), grad_output
+    else:
+        grad = op.Div(grad_output, constant(op, _counts(sizes, pooled, kernel, strides, pads), grad_output.dtype))  # type: ignore[arg-type]
+        weight = 1.0
+    planes = typed(op.Reshape(grad, int64s(op, [-1, 1, *pooled])), self.dtype, [None, 1, *pooled])  # type: ignore[arg-type]
+    missing = [size - ((n - 1) * s - 2 * p + k) for size, n, s, p, k in zip(sizes, pooled, strides, pads, kernel)]
+    spread = op.ConvTranspose(
+        planes,
+        constant(op, np.full([1, 1, *kernel], weight), self.dtype),  # type: ignore[arg-type]
+        kernel_shape=kernel,
+        strides=strides,
+        pads=[*pads, *(p - more for p, more in zip(pads, missing))],
+    )
+    return op.Reshape(spread, op.Shape(self))
+
+
+def _counts(sizes: list[int], pooled: list[int], kernel: list[int], strides: list[int], pads: list[int]) -> np.ndarray:
+    """How many elements of the unpadded input each window covers."""
+    counts = np.ones([], dtype=np.int64)
+    for size, n, k, s, p in zip(sizes, pooled, kernel, strides, pads):
+        start = np.arange(n) * s - p
+        counts = np.multiply.outer(counts, np.minimum(start + k, size) - np.maximum(start, 0))
+    return counts
+
+
+@register(aten.avg_pool2d_backward.default, promote="output")
+def avg_pool2d_backward(op, grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+    """avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode,
+    bool count_include_pad, int? divisor_override) -> Tensor"""
+    window = _window(self, 2, kernel_size, stride, _list(padding), [1], ceil_mode)
+    return _avg_pool_backward(op, grad_output, self, 2, window, count_include_pad, divisor_override)
+
+
+@register(aten.avg_pool3d_backward.default, promote="output")
+def avg_pool3d_backward(op, grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
+    """avg_pool3d_backward(Tensor grad_output, Tensor self, int[3] kernel_size, int[3] stride, int[3] padding, bool ceil_mode,
+    bool count_include_pad, int? divisor_override) -> Tensor"""
+    window = _window(self, 3, kernel_size, stride, _list(padding), [1], ceil_mode)
+    return _avg_pool_backward(op, grad_output, self, 3, window, count_include_pad, divisor_override)
+
+
+# -- adaptive average: a matrix product with constant averaging rows on each side
+
+
+def _averaging(size: int, out: int) -> np.ndarray:
+    """(out, size): row i averages the elements that adaptive pooling puts into its output i."""
+    matrix = np.zeros([out, size])
+    for i in range(out):
+        start, end = i * size // out, -(-(i + 1) * size // out)
+        matrix[i, start:end] = 1 / (end - start)
+    return matrix
+
+
+def _averaging_pair(op: Any, self: ir.Value, output: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    sizes = _static(self, 2)
+    if sizes is None or any(isinstance(part, ir.Value) for part in output):
+        raise Unsupported("adaptive pooling of dimensions of unknown size")
+    return _averaging(sizes[0], int(output[0])), _averaging(sizes[1], int(output[1]))
+
+
+@register(aten._adaptive_avg_pool2d.default)
+def adaptive_avg_pool2d(op, self, output_size):
+    """_adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor"""
+    if list(output_size) == [1, 1]:
+        return op.ReduceMean(self, int64s(op, [-2, -1]), keepdims=1)
+    sizes = _static(self, 2)
+    if sizes is not None and all(isinstance(part, int) and size % part == 0 for size, part in zip(sizes, output_size)):
+        kernel = [size // part for size, part in zip(sizes, output_size)]
+        return _unbatched(op, op.AveragePool(_batched(op, self, 2), kernel_shape=kernel, strides=kernel), self, 2)
+    rows, columns = _averaging_pair(op, self, output_size)
+    return op.MatMul(constant(op, rows, self.dtype), op.MatMul(self, constant(op, columns.T, self.dtype)))
+
+
+@register(aten._adaptive_avg_pool2d_backward.default, promote="output")
+def adaptive_avg_pool2d_backward(op, grad_output, self):
+    """_adaptive_avg_pool2d_backward(Tensor grad_output, Tensor self) -> Tensor"""
+    output = list(grad_output.shape[-2:])
+    if output == [1, 1]:
+        count = op.Cast(op.ReduceProd(op.Shape(self, start=-2), keepdims=0), to=self.dtype)
+        return op.Expand(op.Div(grad_output, count), op.Shape(self))
+    if not all(isinstance(size, int) for size in output):
+        raise Unsupported("adaptive pooling to dimensions of unknown size")
+    rows, columns = _averaging_pair(op, self, output)
+    return op.MatMul(constant(op, rows.T, self.dtype), op.MatMul(grad_output, constant(op, columns, self.dtype)))
