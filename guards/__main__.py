@@ -26,18 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         diagnosis = from_journals(options.log)
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
     if options.json:
-        print(json.dumps(diagnosis.to_json(), indent=2, default=str))
+        sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2, default=str) + "\n")
     elif options.html:
         Path(options.html).write_text(page(diagnosis, title=f"Recompiles of {', '.join(options.log)}"), encoding="utf-8")
-        print(options.html)
+        sys.stdout.write(f"{options.html}\n")
     else:
-        print(diagnosis)
+        sys.stdout.write(f"{diagnosis}\n")
     if options.max_recompiles is not None and (diagnosis.recompiles > options.max_recompiles or diagnosis.limits):
         gave_up = f", and {len(diagnosis.limits)} functions fell back to eager" if diagnosis.limits else ""
-        print(f"{diagnosis.recompiles} recompiles, {options.max_recompiles} allowed{gave_up}", file=sys.stderr)
+        sys.stderr.write(f"{diagnosis.recompiles} recompiles, {options.max_recompiles} allowed{gave_up}\n")
         return 1
     return 0
 

@@ -10,12 +10,14 @@ from ort_backend.guards.events import CompileRecord
 from ort_backend.guards.remedies import Remedy, limit_remedy
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dfe5; --paper: #fff; --loss: #c2410c; --first: #2563eb; --code: #f3f5f7 }
+:root { color-scheme: light dark; --ink: #1c2024; --soft: #5f6b76; --line: #d9dfe5;
+  --paper: #fff; --loss: #c2410c; --first: #2563eb; --code: #f3f5f7 }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ec; --soft: #9aa5b1; --line: #343c44; --paper: #15181b; --loss: #fb923c; --first: #60a5fa;
   --code: #1f2429 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 68rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2.2rem } .soft { color: var(--soft) }
-table { border-collapse: collapse; width: 100% } td, th { border-top: 1px solid var(--line); padding: .5rem .6rem; vertical-align: top; text-align: left }
+table { border-collapse: collapse; width: 100% }
+td, th { border-top: 1px solid var(--line); padding: .5rem .6rem; vertical-align: top; text-align: left }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 code, pre { font: 13px/1.45 ui-monospace, monospace; background: var(--code); border-radius: 4px; overflow-wrap: anywhere }
 code { padding: .05rem .3rem } pre { padding: .5rem .7rem; white-space: pre-wrap; margin: .4rem 0 0 }
@@ -85,7 +87,8 @@ def timeline(records: Sequence[CompileRecord], width: int = 1000, height: int = 
         f'<text x="{left + 6}" y="{bottom + 15}">{ends[0]}</text><text x="{right - 6}" y="{bottom + 15}" text-anchor="end">{ends[1]}</text>'
         f'<text x="{(left + right) / 2}" y="{bottom + 29}" text-anchor="middle">{unit}</text>'
         f'{"".join(bars)}<polyline class="lost" points="{" ".join(points) if sum_lost else ""}"/></svg>'
-        '<p class="soft">Blue: first compile of a function. Orange: recompile; the line is the time lost to recompiles so far (scale on the right).</p>'
+        '<p class="soft">Blue: first compile of a function. Orange: recompile; the line is the time lost to recompiles so far (scale on the '
+        "right).</p>"
     )
 
 

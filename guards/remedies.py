@@ -57,8 +57,8 @@ def _shape(symptom: Symptom) -> Remedy:
     dim, numbers = match.group(1) if match else "0", symptom.numbers
     if "on a parameter" in symptom.guard:
         return Remedy(
-            "One compiled function meets parameters of several sizes, and Dynamo takes those for fixed. Compile each model by itself with "
-            "model.compile(), or let parameters have dynamic sizes.",
+            "One compiled function, or a library module such as Sequential, meets parameters of several sizes, which Dynamo takes for fixed: a graph "
+            "per model. If the models differ in sizes only, let parameters have dynamic sizes: two graphs serve all.",
             "torch._dynamo.config.force_parameter_static_shapes = False",
         )
     if any(number in (0, 1) for number in numbers):
@@ -179,20 +179,21 @@ def _training(symptom: Symptom) -> Remedy:
 
 def _python_value(symptom: Symptom) -> Remedy:
     name = symptom.expression
-    if "allow_unspec_int_on_nn_module" in symptom.guard or re.fullmatch(r"(self|\w+)(\.\w+)+", name) and symptom.numbers:
-        return Remedy(
-            "A whole number that is an attribute of a module is compiled in. Let Dynamo make it dynamic, or keep it in a tensor.",
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True",
-        )
     if symptom.values and all(re.fullmatch(r"-?(\d+\.?\d*(e[+-]?\d+)?|inf|nan)", value) for value in symptom.values):
+        also = ""
+        if "allow_unspec_int_on_nn_module" in symptom.guard or re.fullmatch(r"\w+(\.\w+)+", name) and symptom.numbers:
+            also = " For whole numbers on modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True stops it too, after the second value."
         return Remedy(
-            "A number is compiled in, once per value. Pass it as a tensor: its value is then data, as everything else.",
+            "A number is compiled in, once per value. Pass it as a tensor: its value is then data, as everything else." + also,
             f"{name} = torch.tensor({symptom.values[-1]})",
         )
-    return Remedy(
-        f"Every value has its own graph, {len(symptom.values)} so far. Keep one value during the training, or compile one function per value: "
-        "functools.partial with the value bound, compiled apart, never recompiles for it.",
-    )
+    return Remedy(f"Every value has a graph of its own, {len(symptom.values)} so far. Keep one value during the training, or {_APART}.")
+
+
+_APART = (
+    "write one function per case, each a def of its own, compile each, and choose outside (Dynamo keeps its graphs by the def: functools.partial or "
+    "compiling the same def twice does not part them)"
+)
 
 
 def _closure(symptom: Symptom) -> Remedy:
@@ -218,7 +219,7 @@ def _type(symptom: Symptom) -> Remedy:
             "graph must do; two graphs cost two compiles, once.",
             f"{symptom.expression} = torch.zeros(()) if {symptom.expression} is None else {symptom.expression}",
         )
-    return Remedy("Each type is a graph. Convert to one type before the call; for several kinds of module compile each with module.compile().")
+    return Remedy(f"Each type is a graph. Convert to one type before the call, or {_APART}.")
 
 
 def _dict_keys(symptom: Symptom) -> Remedy:
