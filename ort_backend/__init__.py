@@ -9,16 +9,14 @@ Every name is loaded at its first use, so that importing the package stays cheap
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ort_backend.compiler import ort_training
     from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, SessionError, VerificationError
+    from ort_backend.graph_report import report
     from ort_backend.lowering.registry import register as register_lowering
     from ort_backend.options import CompileOptions
-    from ort_backend.graph_report import report
 
 __version__ = "0.1.0"
 
@@ -62,14 +60,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(types.ModuleType):
-    """Keeps `report` the function: importing the submodule of that name would put the module in its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name == "report" and isinstance(value, types.ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
