@@ -108,8 +108,8 @@ print(json.dumps({name: type(getattr(ort_backend, name)).__name__ for name in or
     assert set(ort_backend.__all__) <= set(dir(ort_backend))
 
 
-def test_report_is_the_function_after_a_compile_too(python: Python) -> None:
-    """Importing the module of that name must not put itself in the function's place."""
+def test_no_module_takes_the_place_of_a_public_name(python: Python) -> None:
+    """Importing a submodule puts it into its package: one called `report` would hide the function."""
     assert python("import ort_backend, ort_backend.compiler; print(callable(ort_backend.report))") == "True"
 
 
