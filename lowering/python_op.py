@@ -10,9 +10,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 
 MS = "com.microsoft"
+_UNUSED = -1
 _names = itertools.count()
 
 
@@ -74,7 +76,8 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         flat = list(constants)
         for slot, tensor in zip(slots, tensors, strict=True):
-            flat[slot.position] = _arrive(slot, tensor)
+            if slot.position != _UNUSED:
+                flat[slot.position] = _arrive(slot, tensor)
         args, kwargs = unflatten(flat, spec)
         with torch.no_grad():
             result = target(*args, **kwargs)
@@ -130,6 +133,9 @@ def write_python_op(
             stride = _static_stride(like) if is_tensor and target in _READS_STRIDES else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
             values.append(argument)
+    if not values:  # a PythonOp has at least one input
+        values.append(constant(op, 0, ir.DataType.INT64))
+        slots.append(_TensorSlot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
     call = make_call(target, title, spec, constants, slots)
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]

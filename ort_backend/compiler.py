@@ -60,7 +60,7 @@ def ort_training(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: 
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump)
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    with compilation.phase("aot"), torch._functorch.config.patch(donated_buffer=False):
+    with compilation.phase("aot"):
         compiled = aot_module_simplified(
             gm,
             example_inputs,
@@ -104,6 +104,7 @@ class _Compilation:
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `fw_compiler`."""
         assert self._training is not None
+        _keep_saved_tensors()
         return boxed(self._training.forward)
 
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -166,6 +167,17 @@ class _Compilation:
             return results
 
         return call
+
+
+def _keep_saved_tensors() -> None:
+    """Tells AOTAutograd that the backward does not take over the memory of saved tensors, so that `retain_graph=True` is allowed.
+
+    `torch._functorch.config.donated_buffer` says the same, but for the whole process (read in torch 2.13).
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if hasattr(metadata, "bw_donated_idxs"):
+        metadata.bw_donated_idxs = []
 
 
 def boxed(function: Boxed) -> Boxed:

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,9 +45,12 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
     lowering = GraphLowering(target, name, strict=strict)
     inputs = _add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
     lowering.run(partition.forward)
-    outputs, yielded = _yield(lowering, partition)
+    outputs, yielded, values = _yield(lowering, partition)
     lowering.run(partition.backward)
     gradients, fetched = _add_gradients(lowering, partition)
+    for value in values:
+        # The user holds this memory. As a graph output (never fetched as one) no node of the backward may write its own result there.
+        lowering.add_output(value, value.name)
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
@@ -157,7 +161,7 @@ def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Seq
     return outputs, collected.nodes
 
 
-def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
+def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node], list[ir.Value]]:
     """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
     collected = _Results(lowering, partition.primals)
     outputs = tuple(collected.add(node) for node in partition.outputs)
@@ -174,7 +178,7 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
             match = len(values) - 1
         partners.append(match)
     lowering.yield_op(values, partition.tangents, [i for i in range(len(values)) if i not in partners])
-    return outputs, nodes
+    return outputs, nodes, values
 
 
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:

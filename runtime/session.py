@@ -47,7 +47,7 @@ class SessionConfig:
             OptionError: `session_options` names something that ONNX Runtime does not have.
         """
         options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # every error is raised; printing it besides helps nobody
         options.intra_op_num_threads = torch.get_num_threads()
         options.enable_mem_pattern = False
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

@@ -31,7 +31,7 @@ class TrainingPlan:
         gradients: The backward's results; arguments are tangents first, then what was saved.
         draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the forward's arguments.
         yield_devices: The device of each value that the `YieldOp` hands out.
-        gradient_devices: The device of each output of the ONNX graph.
+        gradient_devices: The device of each gradient, the first outputs of the ONNX graph; what the `YieldOp` hands out follows them.
         saved_outputs: Likewise: indices of results.
         replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
         depends_on: For each result of the backward, the tangents that it depends on.
@@ -91,7 +91,7 @@ class TrainingGraph:
             session.session._sess,
             session.inputs,
             [ort_device(device) for device in plan.yield_devices],
-            session.outputs,
+            session.outputs[: len(plan.gradient_devices)],
             [ort_device(device) for device in plan.gradient_devices],
             0,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ def _rsqrt(op: Any, variance: ir.Value, eps: float) -> ir.Value:
     return op.Reciprocal(op.Sqrt(op.Add(variance, scalar_like(op, eps, variance))))
 
 
+def _refuse_double(input: ir.Value) -> None:
+    if input.dtype == ir.DataType.DOUBLE:
+        raise Unsupported("the fused kernels keep their statistics in float32")
+
+
 # -- layer norm
 
 
@@ -63,6 +69,7 @@ def _layer_norm(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bi
 def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
     Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    _refuse_double(input)
     scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     # The kernel writes all three.
     results = microsoft(op, "LayerNormalizationGrad", grad_out, input, scale, mean, rstd, like=(input, scale, scale), axis=-len(normalized_shape))
@@ -111,24 +118,24 @@ def _affine(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | 
     )
 
 
-def _batch_statistics_fused(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
-    """[result, mean, biased variance, 1 / deviation] of the batch."""
+def _batch_norm_fused(
+    op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """(result, mean, biased variance, 1 / deviation) of the batch."""
+    _refuse_double(input)
     weight, bias = _affine(op, input, weight, bias)
-    zeros = _filled(op, 0.0, [_channels(input)], input)
-    # ONNX's momentum is the part of the old statistics: none of it leaves the batch's own mean and (biased) variance.
-    return microsoft(
-        op, "BatchNormInternal", input, weight, bias, zeros, zeros, like=(input, bias, bias, bias, bias), epsilon=eps, momentum=0.0, training_mode=1
-    )
-
-
-def _batch_norm_fused(op: Any, input: ir.Value, weight: Any, bias: Any, eps: float) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    if input.dtype == ir.DataType.DOUBLE:
-        raise Unsupported("BatchNormInternal in float64")
-    out, mean, variance, _, rstd = _batch_statistics_fused(op, input, weight, bias, eps)
+    # The kernel writes its running statistics over the old ones (an alias in ONNX Runtime), which therefore must be values that nothing
+    # else reads, and two of them. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.
+    scratch = op.Mul(running_mean, 0.5), op.Mul(running_var, 0.5)
+    attributes = {"epsilon": eps, "momentum": 0.0, "training_mode": 1}
+    like = (input, bias, bias, bias, bias)
+    out, mean, variance, _, rstd = microsoft(op, "BatchNormInternal", input, weight, bias, *scratch, like=like, **attributes)
     return out, mean, variance, rstd
 
 
-def _batch_norm(op: Any, input: ir.Value, weight: Any, bias: Any, eps: float) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+def _batch_norm(
+    op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: float
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """(result, mean, biased variance, 1 / deviation) of the batch, by primitives: BatchNormalization in training mode has no CUDA kernel."""
     axes = _other_dims(input)
     mean = _mean(op, input, axes)
@@ -142,13 +149,24 @@ def _batch_norm(op: Any, input: ir.Value, weight: Any, bias: Any, eps: float) ->
     return out, mean, variance, rstd
 
 
+def _count(op: Any, input: ir.Value) -> float | ir.Value:
+    """How many elements each channel has."""
+    sizes = [input.shape[axis] for axis in _other_dims(input)]  # type: ignore[index]
+    if all(isinstance(size, int) for size in sizes):
+        return float(math.prod(sizes))  # type: ignore[arg-type]
+    return op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=input.dtype)
+
+
 def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float) -> list[ir.Value]:
     """The running statistics after the batch. PyTorch's running variance is unbiased."""
-    count = op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=variance.dtype)
-    unbiased = op.Mul(variance, op.Div(count, op.Sub(count, 1.0)))
+    count = _count(op, input)
+    if isinstance(count, float):
+        bessel = momentum * count / (count - 1) if count > 1 else math.inf
+    else:
+        bessel = op.Mul(op.Div(count, op.Sub(count, 1.0)), momentum)
     return [
-        op.Add(op.Mul(old, 1.0 - momentum), op.Mul(new, float(momentum)))
-        for old, new in ((running_mean, mean), (running_var, unbiased))
+        op.Add(op.Mul(running_mean, 1.0 - momentum), op.Mul(mean, momentum)),
+        op.Add(op.Mul(running_var, 1.0 - momentum), op.Mul(variance, bessel)),
     ]
 
 
@@ -165,7 +183,7 @@ def _functional(statistics: Any, op: Any, input: Any, weight: Any, bias: Any, me
     if not training:
         none = _nothing(op, input)
         return _inference(op, input, weight, bias, mean, var, eps), none, none, op.Identity(mean), op.Identity(var)
-    out, batch_mean, variance, rstd = statistics(op, input, weight, bias, eps)
+    out, batch_mean, variance, rstd = statistics(op, input, weight, bias, mean, var, eps)
     return out, batch_mean, rstd, *_updated(op, input, mean, var, batch_mean, variance, momentum)
 
 
@@ -183,19 +201,11 @@ def native_batch_norm_functional(op, input, weight, bias, running_mean, running_
     return _functional(_batch_norm, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
-@register(aten._native_batch_norm_legit.no_stats, requires=("com.microsoft::BatchNormInternal",))
-def native_batch_norm_no_stats_fused(op, input, weight, bias, training, momentum, eps):
-    """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
-    (Tensor, Tensor, Tensor)"""
-    out, mean, _, rstd = _batch_norm_fused(op, input, weight, bias, eps)
-    return out, mean, rstd
-
-
 @register(aten._native_batch_norm_legit.no_stats)
 def native_batch_norm_no_stats(op, input, weight, bias, training, momentum, eps):
     """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
     (Tensor, Tensor, Tensor)"""
-    out, mean, _, rstd = _batch_norm(op, input, weight, bias, eps)
+    out, mean, _, rstd = _batch_norm(op, input, weight, bias, None, None, eps)
     return out, mean, rstd
 
 
@@ -235,8 +245,7 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
         factor = _per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
         grad_input = grad_out
         if train:
-            count = op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=input.dtype)
-            along = op.Mul(normal, _per_channel(op, op.Div(grad_weight, count), input))
+            along = op.Mul(normal, _per_channel(op, op.Div(grad_weight, _count(op, input)), input))
             grad_input = op.Sub(op.Sub(grad_out, _mean(op, grad_out, axes)), along)
         grad_input = op.Mul(grad_input, factor)
     return grad_input, grad_weight if output_mask[1] else None, _sum(op, grad_out, axes) if output_mask[2] else None
@@ -292,6 +301,7 @@ def _group_norm_affine(op: Any, grad_out: Any, x: Any, mean: Any, rstd: Any, inp
 def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
     int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    _refuse_double(input)
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
     mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
     grad_input = None
