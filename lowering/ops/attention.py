@@ -45,6 +45,20 @@ def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask:
 
 
 
+def _dead_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+    """(mask, rows in which it leaves no key to attend to, in which the mask is 0 instead): PyTorch's results and gradients are 0 there."""
+    if attn_mask is None:
+        return None, None
+    dead = op.Equal(op.ReduceMax(attn_mask, int64s(op, [-1]), keepdims=1), constant(op, -np.inf, attn_mask.dtype))  # type: ignore[arg-type]
+    return op.Where(dead, constant(op, 0.0, attn_mask.dtype), attn_mask), dead  # type: ignore[arg-type]
+
+
+def _without(op: Any, dead: ir.Value | None, tensor: ir.Value) -> ir.Value:
+    if dead is None:
+        return tensor
+    return typed(op.Where(dead, constant(op, 0.0, tensor.dtype), tensor), tensor.dtype, tensor.shape)  # type: ignore[arg-type]
+
+
 def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
     if scale is None:
         width = query.shape[-1]  # type: ignore[index]
@@ -59,13 +73,14 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
 def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool) -> Any:
     if dropout_p:
         raise Unsupported("dropout inside attention")
+    mask, dead = _dead_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
     like = ir.Value(type=query.type, shape=ir.Shape([*query.shape[:3], value.shape[3]]))  # type: ignore[index]
-    out = _product(op, probabilities, value, like, fused=fused)
+    out = _without(op, dead, _product(op, probabilities, value, like, fused=fused))
     # Nothing reads it where the backward is ours.
-    logsumexp = op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=0)
-    return out, logsumexp
+    logsumexp = _without(op, dead, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
+    return out, op.Squeeze(logsumexp, int64s(op, [-1]))
 
 
 def _backward(
@@ -75,6 +90,8 @@ def _backward(
     if dropout_p:
         raise Unsupported("dropout inside attention")
     factor = _scale(query, scale)
+    mask, dead = _dead_rows(op, mask)
+    grad_out = _without(op, dead, grad_out)
     scores = _scores(op, query, key, is_causal, mask, factor, fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
     grad_value = _product(op, probabilities, grad_out, value, fused=fused, trans_a=1)

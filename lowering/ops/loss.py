@@ -65,8 +65,10 @@ def nll_loss_forward(op, self, target, weight, reduction, ignore_index):
     # An ignored row may hold -inf at class 0: choose, do not multiply by zero.
     losses = op.Neg(op.Mul(op.Where(counted, picked, scalar_like(op, 0.0, self)), weights))
     if reduction == _NONE:
-        flat = losses if self.shape.rank() == 1 and target.shape.rank() else op.Squeeze(losses, int64s(op, [axis]))
-        return flat, scalar_like(op, 0.0, self)
+        if self.shape.rank() > 1:
+            return op.Squeeze(losses, int64s(op, [axis])), scalar_like(op, 0.0, self)
+        losses = losses if target.shape.rank() else op.Squeeze(losses, int64s(op, [axis]))
+        return losses, op.ReduceSum(weights, keepdims=0)
     total_weight = op.ReduceSum(weights, keepdims=0)
     loss = op.ReduceSum(losses, keepdims=0)
     return (op.Div(loss, total_weight) if reduction == _MEAN else loss), total_weight

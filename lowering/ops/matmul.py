@@ -38,6 +38,11 @@ def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Val
 
 
 
+def _has_gemm(left: ir.Value) -> bool:
+    """Whether Gemm takes a product with this left side: it refuses integers, and to sum over nothing."""
+    return left.dtype in _FLOATS and left.shape[-1] != 0  # type: ignore[index]
+
+
 def _is_zero(factor: int | float | ir.Value) -> bool:
     return not isinstance(factor, ir.Value) and factor == 0
 
@@ -46,7 +51,7 @@ def _is_zero(factor: int | float | ir.Value) -> bool:
 def mm(op, self, mat2):
     """mm(Tensor self, Tensor mat2) -> Tensor"""
     (a, trans_a), (b, trans_b) = _untransposed(self), _untransposed(mat2)
-    if self.dtype in _FLOATS and (trans_a or trans_b):
+    if _has_gemm(self) and (trans_a or trans_b):
         return op.Gemm(a, b, transA=int(trans_a), transB=int(trans_b))
     return op.MatMul(self, mat2)
 
@@ -54,7 +59,7 @@ def mm(op, self, mat2):
 @register(aten.addmm.default, promote="output")
 def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    if self.dtype not in _FLOATS or isinstance(alpha, ir.Value) or isinstance(beta, ir.Value):
+    if not _has_gemm(mat1) or isinstance(alpha, ir.Value) or isinstance(beta, ir.Value):
         return _plus(op, self, op.MatMul(mat1, mat2), beta, alpha)
     (a, trans_a), (b, trans_b) = _untransposed(mat1), _untransposed(mat2)
     attributes = {"alpha": float(alpha), "beta": float(beta), "transA": int(trans_a), "transB": int(trans_b)}
