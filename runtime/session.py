@@ -79,7 +79,9 @@ class Session:
         self._registrations = [Registration(name, function) for name, function in functions.items()]
         provider = (config.provider, {key: str(value) for key, value in config.provider_options.items()})
         try:
-            self.session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider])
+            self.session = ort.InferenceSession(
+                ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider], disabled_optimizers=_harmful_fusions(model)
+            )
         except ORT_ERRORS as error:
             raise SessionError(f"ONNX Runtime rejects the graph {model.graph.name!r}: {error}") from error
 
@@ -96,6 +98,15 @@ class Session:
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
             registration.release()
+
+
+def _harmful_fusions(model: ir.Model) -> list[str]:
+    """Graph optimizers of ONNX Runtime that break this graph.
+
+    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    """
+    products = (node for node in model.graph if node.op_type == "MatMul")
+    return ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
 
 
 def failure(error: Exception) -> BaseException:
