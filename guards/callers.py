@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import inspect
 import linecache
+import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -42,7 +44,7 @@ def find_caller() -> Caller:
     code, text = frame.f_code, linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     line = f"{code.co_filename}:{frame.f_lineno} in {recompiles.function_name(code.co_name)}" + (f": {text}" if text else "")
     step = _step.get()
-    return Caller(line, dict(frame.f_locals), _step_variable(frame) if step is None else step)
+    return Caller(line, _variables(frame), _step_variable(frame) if step is None else step)
 
 
 def _step_variable(frame: types.FrameType | None) -> int | None:
@@ -50,12 +52,29 @@ def _step_variable(frame: types.FrameType | None) -> int | None:
         if frame is None:
             return None
         if not recompiles.is_torch(frame.f_code.co_filename):
+            variables = _variables(frame)
             for name in STEP_NAMES:
-                value = frame.f_locals.get(name)
+                value = variables.get(name)
                 if isinstance(value, int) and not isinstance(value, bool):
                     return value
         frame = frame.f_back
     return None
+
+
+def _variables(frame: types.FrameType) -> dict[str, Any]:
+    """A copy of a frame's local variables.
+
+    Until Python 3.12 a function's `f_locals` stays with its frame and would keep alive what the user deletes later, so it is emptied, unless
+    someone else, such as a `settings = locals()` of the user, has it too.
+    """
+    shared = frame.f_locals
+    variables = dict(shared)
+    if isinstance(shared, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(shared) <= _OWN_REFERENCES:
+        shared.clear()
+    return variables
+
+
+_OWN_REFERENCES = 3  # the frame's, the variable's, and getrefcount's own
 
 
 def steps(batches: Iterable[T]) -> Iterator[T]:

@@ -171,7 +171,7 @@ def compress(values: Sequence[str], most: int = 4) -> str:
 
 
 def _text(diagnosis: Diagnosis) -> str:
-    if not diagnosis.records:
+    if not diagnosis.records and not diagnosis.limits:
         return "No compile has been recorded."
     count = sum(record.recompile for record in diagnosis.records)
     functions = len({record.where for record in diagnosis.records})

@@ -52,6 +52,7 @@ class DynamoFrame:
         code: Code object of the user's function.
         scope: The function's arguments and locals now.
         module_globals: The function's globals.
+        graphs: How many graphs the function has already; None if unknown.
         reasons: Dynamo's text of the failed guard, one per graph compiled before, last used graph first.
         began: When Dynamo started, in seconds of `time.time()`.
     """
@@ -61,6 +62,7 @@ class DynamoFrame:
     code: types.CodeType | None = None
     scope: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     module_globals: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    graphs: int | None = None
     reasons: tuple[str, ...] = ()
     began: float | None = None
 
@@ -81,13 +83,15 @@ def current_frame() -> DynamoFrame:
     code = compiling.get("code")
     if not isinstance(code, types.CodeType):
         return DynamoFrame(compile_id, attempt)
+    graphs = getattr(compiling.get("cache_size"), "num_cache_entries", None)
     return DynamoFrame(
         compile_id=compile_id,
         attempt=attempt,
         code=code,
         scope=_mapping(compiling.get("locals")),
         module_globals=_mapping(compiling.get("globals")),
-        reasons=_reasons(code, compiling),
+        graphs=graphs,
+        reasons=_reasons(code, compiling, graphs or 0),
         began=_began(compiling),
     )
 
@@ -106,11 +110,10 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _reasons(code: types.CodeType, compiling: Mapping[str, Any]) -> tuple[str, ...]:
+def _reasons(code: types.CodeType, compiling: Mapping[str, Any], count: int) -> tuple[str, ...]:
     reasons = compiling.get("reasons")
     if not isinstance(reasons, list):
         try:
-            count = int(compiling["cache_size"].num_cache_entries)
             failures = torch._dynamo.utils.guard_failures
             reasons = failures[code][-count:] if count and code in failures else []
         except _GONE:

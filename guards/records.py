@@ -154,6 +154,7 @@ def start(gm: torch.fx.GraphModule, options: Any) -> Compilation:
 def _describe(gm: torch.fx.GraphModule, frame: DynamoFrame, caller: Caller) -> dict[str, Any]:
     function, where = _function(gm, frame)
     failures = _failures(frame, caller, where)
+    earlier = frame.attempt if frame.graphs is None else frame.graphs
     return {
         "compile_id": frame.compile_id,
         "attempt": frame.attempt,
@@ -162,7 +163,7 @@ def _describe(gm: torch.fx.GraphModule, frame: DynamoFrame, caller: Caller) -> d
         "called_from": caller.line,
         "step": caller.step,
         "resumed": function != recompiles.function_name(function),
-        "recompile": bool(failures) or bool(frame.attempt and not frame.reasons),
+        "recompile": bool(failures) or bool(earlier and not frame.reasons),
         "failures": failures,
         "graph_breaks": recompiles.graph_breaks(gm, frame.code),
     }

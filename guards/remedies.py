@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +59,13 @@ def _shape(symptom: Symptom) -> Remedy:
     match = re.search(r"\.size\((\d+)\)$", symptom.expression)
     dim, numbers = match.group(1) if match else "0", symptom.numbers
     if "on a parameter" in symptom.guard:
-        return Remedy(
-            "One compiled function, or a library module such as Sequential, meets parameters of several sizes, which Dynamo takes for fixed: a graph "
-            "per model. If the models differ in sizes only, let parameters have dynamic sizes: two graphs serve all.",
-            "torch._dynamo.config.force_parameter_static_shapes = False",
+        text = (
+            "Models whose parameters differ in size go through one compiled def, as all library modules such as Sequential do: a graph for each "
+            "model, and one recompile limit for all of them. To part them, "
         )
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch 2.13
+            return Remedy(f"{text}compile each with isolate_recompiles=True.", "compile = functools.partial(torch.compile, isolate_recompiles=True)")
+        return Remedy(f"{text}{_APART}.")
     if any(number in (0, 1) for number in numbers):
         return Remedy(_ZERO_ONE, "loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, drop_last=True)")
     mark = f"torch._dynamo.mark_dynamic({symptom.tensor}, {dim})"
@@ -192,7 +197,7 @@ def _python_value(symptom: Symptom) -> Remedy:
 
 _APART = (
     "write one function per case, each a def of its own, compile each, and choose outside (Dynamo keeps its graphs by the def: functools.partial or "
-    "compiling the same def twice does not part them)"
+    "compiling the same def twice does not part them; torch.compile(..., isolate_recompiles=True) does, from torch 2.13 on)"
 )
 
 
