@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
+
+from ort_backend.lowering.symbolic import size_of
 
 
 def rank(tensor: ir.Value) -> int:
@@ -52,3 +55,9 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
 
 def _known(part: int | ir.SymbolicDim) -> int | str | None:
     return part if isinstance(part, int) else part.value
+
+
+def length(op: Any, tensor: ir.Value, at: int) -> int | ir.Value:
+    """The size of one axis: a number, or an int64 scalar of the graph."""
+    known = size(tensor, at)
+    return size_of(op, tensor, at) if known is None else known

@@ -1,0 +1,374 @@
+"""New tensors: filled, counted, and copies into the shape of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.axes import same_shape, sizes
+from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.dtypes import to_ir
+from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import as_vector
+
+aten = torch.ops.aten
+
+Size = int | ir.Value
+Number = bool | int | float | ir.Value
+_CONSTANT_UP_TO = 4096  # elements; a longer sequence is computed by the session
+
+# ONNX Runtime fills no bfloat16 tensors; the loop over the graph casts the result.
+_FILLED_AS = {ir.DataType.BFLOAT16: ir.DataType.FLOAT}
+
+
+def _dtype(dtype: torch.dtype | None, value: Number) -> ir.DataType:
+    """The dtype of a tensor filled with `value`, as PyTorch infers it."""
+    if dtype is not None:
+        return to_ir(dtype)
+    if isinstance(value, ir.Value):
+        return ir.DataType.INT64 if value.dtype == ir.DataType.INT64 else to_ir(torch.get_default_dtype())
+    if isinstance(value, bool):
+        return ir.DataType.BOOL
+    return ir.DataType.INT64 if isinstance(value, int) else to_ir(torch.get_default_dtype())
+
+
+def filled(op: Any, shape: ir.Value | Sequence[Size], value: Number, dtype: ir.DataType) -> ir.Value:
+    """A tensor of one value. `shape`: its sizes, or a 1-d int64 value that holds them."""
+    dtype = _FILLED_AS.get(dtype, dtype)
+    if not isinstance(shape, ir.Value):
+        if not shape:
+            return op.Cast(value, to=dtype) if isinstance(value, ir.Value) else constant(op, value, dtype)
+        shape = as_vector(op, shape)
+    if isinstance(value, ir.Value):
+        return op.Expand(value if value.dtype == dtype else op.Cast(value, to=dtype), shape)
+    array = np.asarray(value).astype(dtype.numpy()).reshape(1)
+    return op.ConstantOfShape(shape, value=ir.tensor(array, dtype=dtype))
+
+
+def _filled_like(op: Any, like: ir.Value, value: Number, dtype: torch.dtype | None) -> ir.Value:
+    known = sizes(like)
+    assert like.dtype is not None
+    wanted = like.dtype if dtype is None else to_ir(dtype)
+    return filled(op, op.Shape(like) if known is None else known, value, wanted)
+
+
+# -- filled with one value
+
+
+@register(aten.full.default)
+def full(
+    op: Any,
+    size: Sequence[Size],
+    fill_value: Number,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """full(SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, fill_value, _dtype(dtype, fill_value))
+
+
+@register(aten.zeros.default)
+def zeros(
+    op: Any, size: Sequence[Size], dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> ir.Value:
+    """zeros(SymInt[] size, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, 0.0, _dtype(dtype, 0.0))
+
+
+@register(aten.ones.default)
+def ones(op: Any, size: Sequence[Size], dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
+    """ones(SymInt[] size, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, 1.0, _dtype(dtype, 1.0))
+
+
+@register(aten.empty.memory_format)
+def empty(
+    op: Any,
+    size: Sequence[Size],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> ir.Value:
+    """empty.memory_format(SymInt[] size, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    return filled(op, size, 0.0, _dtype(dtype, 0.0))
+
+
+@register(aten.empty_permuted.default)
+def empty_permuted(
+    op: Any,
+    size: Sequence[Size],
+    physical_layout: Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """empty_permuted(SymInt[] size, int[] physical_layout, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, 0.0, _dtype(dtype, 0.0))
+
+
+@register(aten.empty_strided.default)
+def empty_strided(
+    op: Any,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """empty_strided(SymInt[] size, SymInt[] stride, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, 0.0, _dtype(dtype, 0.0))
+
+
+@register(aten.full_like.default, any_dtype=True)
+def full_like(
+    op: Any,
+    self: ir.Value,
+    fill_value: Number,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> ir.Value:
+    """full_like(Tensor self, Scalar fill_value, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    return _filled_like(op, self, fill_value, dtype)
+
+
+@register(aten.zeros_like.default, aten.empty_like.default, any_dtype=True)
+def zeros_like(
+    op: Any,
+    self: ir.Value,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> ir.Value:
+    """zeros_like(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    return _filled_like(op, self, 0, dtype)
+
+
+@register(aten.ones_like.default, any_dtype=True)
+def ones_like(
+    op: Any,
+    self: ir.Value,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> ir.Value:
+    """ones_like(Tensor self, *, ScalarType? dtype=None, ..., MemoryFormat? memory_format=None) -> Tensor"""
+    return _filled_like(op, self, 1, dtype)
+
+
+@register(aten.new_full.default, any_dtype=True)
+def new_full(
+    op: Any,
+    self: ir.Value,
+    size: Sequence[Size],
+    fill_value: Number,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """new_full(Tensor self, SymInt[] size, Scalar fill_value, *, ScalarType? dtype=None, ...) -> Tensor"""
+    assert self.dtype is not None
+    return filled(op, size, fill_value, self.dtype if dtype is None else to_ir(dtype))
+
+
+@register(aten.new_zeros.default, aten.new_empty.default, any_dtype=True)
+def new_zeros(
+    op: Any,
+    self: ir.Value,
+    size: Sequence[Size],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """new_zeros(Tensor self, SymInt[] size, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return new_full(op, self, size, 0, dtype)
+
+
+@register(aten.new_ones.default, any_dtype=True)
+def new_ones(
+    op: Any,
+    self: ir.Value,
+    size: Sequence[Size],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """new_ones(Tensor self, SymInt[] size, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return new_full(op, self, size, 1, dtype)
+
+
+@register(aten.new_empty_strided.default, any_dtype=True)
+def new_empty_strided(
+    op: Any,
+    self: ir.Value,
+    size: Sequence[Size],
+    stride: Sequence[Size],
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """new_empty_strided(Tensor self, SymInt[] size, SymInt[] stride, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return new_full(op, self, size, 0, dtype)
+
+
+@register(aten._efficientzerotensor.default)
+def efficient_zeros(
+    op: Any, size: Sequence[Size], dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> ir.Value:
+    """_efficientzerotensor(SymInt[] size, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, size, 0.0, _dtype(dtype, 0.0))
+
+
+@register(aten.scalar_tensor.default)
+def scalar_tensor(op: Any, s: Number, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
+    """scalar_tensor(Scalar s, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return filled(op, [], s, to_ir(torch.get_default_dtype() if dtype is None else dtype))
+
+
+# -- written over
+
+
+@register(aten.fill.Scalar, aten.fill.Tensor, any_dtype=True)
+def fill(op: Any, self: ir.Value, value: Number) -> ir.Value:
+    """fill.Scalar(Tensor self, Scalar value) -> Tensor"""
+    return _filled_like(op, self, value, None)
+
+
+@register(aten.copy.default, any_dtype=True)
+def copy(op: Any, self: ir.Value, src: ir.Value, non_blocking: bool = False) -> ir.Value:
+    """copy(Tensor self, Tensor src, bool non_blocking=False) -> Tensor"""
+    assert self.dtype is not None and src.dtype is not None
+    if src.dtype != self.dtype:
+        src = op.Cast(src, to=self.dtype)
+    if same_shape(self, src):
+        return src
+    known = sizes(self)
+    shape = op.Shape(self) if known is None else int64s(op, known)
+    if src.dtype in _FILLED_AS:
+        return op.Expand(op.Cast(src, to=_FILLED_AS[src.dtype]), shape)
+    return op.Expand(src, shape)
+
+
+# -- sequences
+
+
+def _sequence(op: Any, start: Number, end: Number, step: Number, dtype: torch.dtype | None) -> ir.Value:
+    numbers = (start, end, step)
+    if not any(isinstance(number, ir.Value) for number in numbers):
+        known = torch.arange(start, end, step, dtype=dtype)  # type: ignore[call-overload]
+        if known.numel() <= _CONSTANT_UP_TO or known.dtype.is_floating_point:
+            as_float = known.float() if known.dtype == torch.bfloat16 else known
+            return constant(op, as_float.numpy(), to_ir(as_float.dtype))
+    if any(_is_float(number) for number in numbers):
+        raise Unsupported("a sequence of fractions of dynamic length")
+    return op.Range(*(number if isinstance(number, ir.Value) else constant(op, int(number), ir.DataType.INT64) for number in numbers))
+
+
+def _is_float(number: Number) -> bool:
+    return number.dtype != ir.DataType.INT64 if isinstance(number, ir.Value) else isinstance(number, float)
+
+
+@register(aten.arange.default)
+def arange(op: Any, end: Number, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
+    """arange(Scalar end, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return _sequence(op, 0, end, 1, dtype)
+
+
+@register(aten.arange.start)
+def arange_start(
+    op: Any, start: Number, end: Number, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> ir.Value:
+    """arange.start(Scalar start, Scalar end, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return _sequence(op, start, end, 1, dtype)
+
+
+@register(aten.arange.start_step)
+def arange_start_step(
+    op: Any,
+    start: Number,
+    end: Number,
+    step: Number = 1,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return _sequence(op, start, end, step, dtype)
+
+
+@register(torch.ops.prims.iota.default)
+def iota(op: Any, length: Size, start: Size, step: Size, dtype: torch.dtype, device: Any, requires_grad: bool) -> ir.Value:
+    """iota(SymInt length, *, SymInt start, SymInt step, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
+    if not isinstance(length, ir.Value) and not isinstance(start, ir.Value) and not isinstance(step, ir.Value):
+        return _sequence(op, start, start + length * step, step, dtype)
+    end = op.Add(start, op.Mul(length, step) if step != 1 else length)
+    return op.Range(*(n if isinstance(n, ir.Value) else constant(op, n, ir.DataType.INT64) for n in (start, end, step)))
+
+
+@register(aten.linspace.default)
+def linspace(
+    op: Any,
+    start: Number,
+    end: Number,
+    steps: Size,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> ir.Value:
+    """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, ...) -> Tensor"""
+    if any(isinstance(number, ir.Value) for number in (start, end, steps)):
+        raise Unsupported("linspace of dynamic length or bounds")
+    known = torch.linspace(start, end, steps, dtype=dtype)  # type: ignore[call-overload]
+    as_float = known.float() if known.dtype == torch.bfloat16 else known
+    return constant(op, as_float.numpy(), to_ir(as_float.dtype))
+
+
+@register(aten.eye.default)
+def eye(op: Any, n: Size, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
+    """eye(SymInt n, *, ScalarType? dtype=None, ...) -> Tensor"""
+    return eye_m(op, n, n, dtype)
+
+
+@register(aten.eye.m)
+def eye_m(op: Any, n: Size, m: Size, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
+    """eye.m(SymInt n, SymInt m, *, ScalarType? dtype=None, ...) -> Tensor"""
+    shape = filled(op, [n, m], 0.0, ir.DataType.FLOAT)
+    return op.EyeLike(shape, dtype=int(ir.DataType.FLOAT))
+
+
+@register(aten.tril_indices.default)
+def tril_indices(
+    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> ir.Value:
+    """tril_indices(int row, int col, int offset=0, *, ScalarType? dtype=long, ...) -> Tensor"""
+    return constant(op, torch.tril_indices(row, col, offset).numpy(), ir.DataType.INT64)
+
+
+@register(aten.triu_indices.default)
+def triu_indices(
+    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> ir.Value:
+    """triu_indices(int row, int col, int offset=0, *, ScalarType? dtype=long, ...) -> Tensor"""
+    return constant(op, torch.triu_indices(row, col, offset).numpy(), ir.DataType.INT64)

@@ -1,0 +1,120 @@
+"""Padding with a constant, by reflection and by replication, and the gradients of the latter two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.axes import rank, size, sizes
+from ort_backend.lowering.constants import Scalar, int64s, scalar_like
+from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import as_vector
+
+aten = torch.ops.aten
+
+Size = int | ir.Value
+
+
+def _pads(value: ir.Value, pad: Sequence[Size]) -> list[Size]:
+    """ATen's (before, after) pairs from the last dimension on, as ONNX's befores and afters."""
+    ranks = rank(value)
+    before: list[Size] = [0] * ranks
+    after: list[Size] = [0] * ranks
+    for i in range(len(pad) // 2):
+        before[ranks - 1 - i], after[ranks - 1 - i] = pad[2 * i], pad[2 * i + 1]
+    return before + after
+
+
+def _nothing(pad: Sequence[Size]) -> bool:
+    return all(not isinstance(part, ir.Value) and part == 0 for part in pad)
+
+
+@register(aten.constant_pad_nd.default)
+def constant_pad_nd(op: Any, self: ir.Value, pad: Sequence[Size], value: Scalar | ir.Value = 0) -> ir.Value:
+    """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
+    if _nothing(pad):
+        return self
+    pads = as_vector(op, _pads(self, pad))
+    return op.Pad(self, pads) if not isinstance(value, ir.Value) and value == 0 else op.Pad(self, pads, scalar_like(op, value, self))
+
+
+@register(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def reflection_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
+    """reflection_pad1d(Tensor self, SymInt[2] padding) -> Tensor"""
+    return self if _nothing(padding) else op.Pad(self, as_vector(op, _pads(self, padding)), mode="reflect")
+
+
+@register(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+def replication_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
+    """replication_pad1d(Tensor self, SymInt[2] padding) -> Tensor"""
+    return self if _nothing(padding) else op.Pad(self, as_vector(op, _pads(self, padding)), mode="edge")
+
+
+# -- gradients: along each axis, the gradient of what was copied goes back to where it was copied from
+
+
+@register(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default)
+def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
+    """reflection_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
+    for at, before, after, total in _padded_axes(self, padding):
+        parts = [_cut(op, grad_output, at, before, before + total)]
+        if before:
+            parts.append(_pad(op, _reversed(op, grad_output, at, before - 1, -1), self, at, 1, total - before - 1))
+        if after:
+            end = before + total
+            parts.append(_pad(op, _reversed(op, grad_output, at, end + after - 1, end - 1), self, at, total - after - 1, 1))
+        grad_output = _sum(op, parts)
+    return grad_output
+
+
+@register(aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default)
+def replication_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
+    """replication_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
+    for at, before, after, total in _padded_axes(self, padding):
+        parts = [_cut(op, grad_output, at, before, before + total)]
+        where = int64s(op, [at])
+        if before:
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, 0, before), where), self, at, 0, total - 1))
+        if after:
+            end = before + total
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, end, end + after), where), self, at, total - 1, 0))
+        grad_output = _sum(op, parts)
+    return grad_output
+
+
+def _padded_axes(value: ir.Value, padding: Sequence[Size]) -> list[tuple[int, int, int, int]]:
+    """Each padded axis: its number, what was put before and after it, its own size."""
+    if sizes(value) is None or any(isinstance(part, ir.Value) for part in padding) or min(padding) < 0:  # type: ignore[type-var]
+        raise Unsupported("the gradient of a padding of dynamic or negative size")
+    found = []
+    for i in range(len(padding) // 2):
+        before, after, at = padding[2 * i], padding[2 * i + 1], rank(value) - 1 - i
+        if before or after:
+            found.append((at, before, after, size(value, at)))
+    return found  # type: ignore[return-value]
+
+
+def _cut(op: Any, value: ir.Value, at: int, start: int, end: int) -> ir.Value:
+    return op.Slice(value, int64s(op, [start]), int64s(op, [end]), int64s(op, [at]))
+
+
+def _reversed(op: Any, value: ir.Value, at: int, last: int, before_first: int) -> ir.Value:
+    """The elements from `last` down to the one behind `before_first`."""
+    end = before_first if before_first >= 0 else -(2**63) + 1
+    return op.Slice(value, int64s(op, [last]), int64s(op, [end]), int64s(op, [at]), int64s(op, [-1]))
+
+
+def _pad(op: Any, value: ir.Value, like: ir.Value, at: int, before: int, after: int) -> ir.Value:
+    pads = [0] * (2 * rank(like))
+    pads[at], pads[at + rank(like)] = before, after
+    return op.Pad(value, int64s(op, pads))
+
+
+def _sum(op: Any, parts: Sequence[ir.Value]) -> ir.Value:
+    total = parts[0]
+    for part in parts[1:]:
+        total = op.Add(total, part)
+    return total

@@ -1,0 +1,511 @@
+"""Arithmetic element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.dtypes import to_torch
+from ort_backend.lowering.registry import Unsupported, register
+
+aten = torch.ops.aten
+
+Number = bool | int | float | ir.Value
+Operand = ir.Value | bool | int | float
+
+
+def is_float(value: ir.Value) -> bool:
+    """Whether `value` holds floating point numbers."""
+    assert value.dtype is not None
+    return value.dtype.is_floating_point()
+
+
+# -- one operand
+
+_UNARY = (
+    (aten.ceil.default, "Ceil"),
+    (aten.floor.default, "Floor"),
+    (aten.round.default, "Round"),
+)
+_UNARY_TO_FLOAT = (
+    (aten.acos.default, "Acos"),
+    (aten.acosh.default, "Acosh"),
+    (aten.asin.default, "Asin"),
+    (aten.asinh.default, "Asinh"),
+    (aten.atan.default, "Atan"),
+    (aten.atanh.default, "Atanh"),
+    (aten.cos.default, "Cos"),
+    (aten.cosh.default, "Cosh"),
+    (aten.erf.default, "Erf"),
+    (aten.exp.default, "Exp"),
+    (aten.log.default, "Log"),
+    (aten.reciprocal.default, "Reciprocal"),
+    (aten.sin.default, "Sin"),
+    (aten.sinh.default, "Sinh"),
+    (aten.sqrt.default, "Sqrt"),
+    (aten.tan.default, "Tan"),
+)
+
+
+def _unary(kind: str, *, integers_are_fixed: bool) -> Callable[..., ir.Value]:
+    def lower(op: Any, self: ir.Value) -> ir.Value:
+        return self if integers_are_fixed and not is_float(self) else getattr(op, kind)(self)
+
+    lower.__doc__ = f"(Tensor self) -> Tensor, which is ONNX's {kind}"
+    return lower
+
+
+for _target, _kind in _UNARY:
+    register(_target, promote="output")(_unary(_kind, integers_are_fixed=True))
+for _target, _kind in _UNARY_TO_FLOAT:
+    register(_target, promote="output")(_unary(_kind, integers_are_fixed=False))
+
+
+@register(aten.neg.default)
+def neg(op: Any, self: ir.Value) -> ir.Value:
+    """neg(Tensor self) -> Tensor"""
+    return op.Neg(self)
+
+
+@register(aten.abs.default)
+def abs_(op: Any, self: ir.Value) -> ir.Value:
+    """abs(Tensor self) -> Tensor"""
+    return self if self.dtype == ir.DataType.BOOL else op.Abs(self)
+
+
+@register(aten.sign.default, aten.sgn.default)
+def sign(op: Any, self: ir.Value) -> ir.Value:
+    """sign(Tensor self) -> Tensor
+
+    NaN stays NaN, where PyTorch makes it 0.
+    """
+    return self if self.dtype == ir.DataType.BOOL else op.Sign(self)
+
+
+@register(aten.square.default)
+def square(op: Any, self: ir.Value) -> ir.Value:
+    """square(Tensor self) -> Tensor"""
+    return op.Mul(self, self)
+
+
+@register(aten.rsqrt.default, promote="output")
+def rsqrt(op: Any, self: ir.Value) -> ir.Value:
+    """rsqrt(Tensor self) -> Tensor"""
+    return op.Reciprocal(op.Sqrt(self))
+
+
+@register(aten.exp2.default, promote="output")
+def exp2(op: Any, self: ir.Value) -> ir.Value:
+    """exp2(Tensor self) -> Tensor"""
+    return op.Pow(scalar_like(op, 2.0, self), self)
+
+
+@register(aten.expm1.default, promote="output")
+def expm1(op: Any, self: ir.Value) -> ir.Value:
+    """expm1(Tensor self) -> Tensor
+
+    tanh(x / 2) (exp(x) + 1), which keeps the digits of a small x that exp(x) - 1 loses.
+    """
+    half = op.Mul(self, scalar_like(op, 0.5, self))
+    return op.Mul(op.Tanh(half), op.Add(op.Exp(self), scalar_like(op, 1.0, self)))
+
+
+@register(aten.log1p.default, promote="output")
+def log1p(op: Any, self: ir.Value) -> ir.Value:
+    """log1p(Tensor self) -> Tensor
+
+    log(u) with u = 1 + x rounded, and what the rounding lost divided by u. Far from zero nothing that matters is lost, and the
+    clipping makes the correction vanish there.
+    """
+    one = scalar_like(op, 1.0, self)
+    near = op.Clip(self, scalar_like(op, -0.75, self), one)
+    rounded = op.Add(near, one)
+    lost = op.Sub(near, op.Sub(rounded, one))
+    return op.Add(op.Log(op.Add(self, one)), op.Div(lost, rounded))
+
+
+@register(aten.log2.default, promote="output")
+def log2(op: Any, self: ir.Value) -> ir.Value:
+    """log2(Tensor self) -> Tensor"""
+    return op.Mul(op.Log(self), scalar_like(op, 1 / math.log(2), self))
+
+
+@register(aten.log10.default, promote="output")
+def log10(op: Any, self: ir.Value) -> ir.Value:
+    """log10(Tensor self) -> Tensor"""
+    return op.Mul(op.Log(self), scalar_like(op, 1 / math.log(10), self))
+
+
+@register(aten.erfc.default, promote="output")
+def erfc(op: Any, self: ir.Value) -> ir.Value:
+    """erfc(Tensor self) -> Tensor"""
+    raise Unsupported("1 - erf(x) has no correct digits in the tail")
+
+
+@register(aten.trunc.default)
+def trunc(op: Any, self: ir.Value) -> ir.Value:
+    """trunc(Tensor self) -> Tensor"""
+    if not is_float(self):
+        return self
+    return op.Where(op.Less(self, scalar_like(op, 0.0, self)), op.Ceil(self), op.Floor(self))
+
+
+@register(aten.frac.default)
+def frac(op: Any, self: ir.Value) -> ir.Value:
+    """frac(Tensor self) -> Tensor"""
+    return op.Sub(self, trunc(op, self))
+
+
+@register(aten.round.decimals)
+def round_decimals(op: Any, self: ir.Value, decimals: int) -> ir.Value:
+    """round.decimals(Tensor self, *, int decimals) -> Tensor"""
+    if not is_float(self):
+        raise Unsupported("rounding integers to tens")
+    scale = scalar_like(op, 10.0 ** abs(decimals), self)
+    if decimals >= 0:
+        return op.Div(op.Round(op.Mul(self, scale)), scale)
+    return op.Mul(op.Round(op.Div(self, scale)), scale)
+
+
+@register(aten.nan_to_num.default, any_dtype=True)
+def nan_to_num(op: Any, self: ir.Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> ir.Value:
+    """nan_to_num(Tensor self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor"""
+    if not is_float(self):
+        return self
+    assert self.dtype is not None
+    limits = torch.finfo(to_torch(self.dtype))
+    if self.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        self = op.Cast(self, to=ir.DataType.FLOAT)
+    # Clipping serves where the replacement is the largest finite number; otherwise that would move finite numbers too.
+    low, high = (limits.min if neginf is None else -math.inf), (limits.max if posinf is None else math.inf)
+    result = self if math.isinf(low) and math.isinf(high) else op.Clip(self, scalar_like(op, low, self), scalar_like(op, high, self))
+    result = op.Where(op.IsNaN(self), scalar_like(op, 0.0 if nan is None else nan, self), result)
+    if posinf is not None:
+        result = op.Where(op.Equal(self, scalar_like(op, math.inf, self)), scalar_like(op, posinf, self), result)
+    if neginf is not None:
+        result = op.Where(op.Equal(self, scalar_like(op, -math.inf, self)), scalar_like(op, neginf, self), result)
+    return result
+
+
+# -- sums and products
+
+
+def _times(op: Any, value: ir.Value, factor: Number) -> ir.Value:
+    return value if not isinstance(factor, ir.Value) and factor == 1 else op.Mul(value, scalar_like(op, factor, value))
+
+
+@register(aten.add.Tensor, aten.add.Scalar, promote="output", keep=("alpha",))
+def add(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+    """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
+    other = _times(op, scalar_like(op, other, self), alpha) if self.dtype != ir.DataType.BOOL else scalar_like(op, other, self)
+    return op.Or(self, other) if self.dtype == ir.DataType.BOOL else op.Add(self, other)
+
+
+@register(aten.sub.Tensor, aten.sub.Scalar, promote="output", keep=("alpha",))
+def sub(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+    """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
+    return op.Sub(self, _times(op, scalar_like(op, other, self), alpha))
+
+
+@register(aten.rsub.Tensor, aten.rsub.Scalar, promote="output", keep=("alpha",))
+def rsub(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+    """rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor"""
+    return op.Sub(scalar_like(op, other, self), _times(op, self, alpha))
+
+
+@register(aten.mul.Tensor, aten.mul.Scalar, promote="output")
+def mul(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """mul.Tensor(Tensor self, Tensor other) -> Tensor"""
+    other = scalar_like(op, other, self)
+    return op.And(self, other) if self.dtype == ir.DataType.BOOL else op.Mul(self, other)
+
+
+@register(aten.addcmul.default, promote="output")
+def addcmul(op: Any, self: ir.Value, tensor1: ir.Value, tensor2: ir.Value, value: Number = 1) -> ir.Value:
+    """addcmul(Tensor self, Tensor tensor1, Tensor tensor2, *, Scalar value=1) -> Tensor"""
+    return op.Add(self, op.Mul(_times(op, tensor1, value), tensor2))
+
+
+@register(aten.addcdiv.default, promote="output")
+def addcdiv(op: Any, self: ir.Value, tensor1: ir.Value, tensor2: ir.Value, value: Number = 1) -> ir.Value:
+    """addcdiv(Tensor self, Tensor tensor1, Tensor tensor2, *, Scalar value=1) -> Tensor"""
+    return op.Add(self, op.Div(_times(op, tensor1, value), tensor2))
+
+
+@register(aten.lerp.Scalar, promote="output", keep=("weight",))
+def lerp_scalar(op: Any, self: ir.Value, end: ir.Value, weight: float | ir.Value) -> ir.Value:
+    """lerp.Scalar(Tensor self, Tensor end, Scalar weight) -> Tensor"""
+    way = op.Sub(end, self)
+    if isinstance(weight, ir.Value) or weight < 0.5:
+        return op.Add(self, op.Mul(way, scalar_like(op, weight, way)))
+    return op.Sub(end, op.Mul(way, scalar_like(op, 1 - weight, way)))
+
+
+@register(aten.lerp.Tensor, promote="output")
+def lerp(op: Any, self: ir.Value, end: ir.Value, weight: ir.Value) -> ir.Value:
+    """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor"""
+    return op.Add(self, op.Mul(weight, op.Sub(end, self)))
+
+
+# -- division
+
+
+@register(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, promote="output")
+def div(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """div.Tensor(Tensor self, Tensor other) -> Tensor"""
+    return op.Div(self, scalar_like(op, other, self))
+
+
+@register(aten.div.Tensor_mode, aten.div.Scalar_mode, promote="output")
+def div_mode(op: Any, self: ir.Value, other: Operand, rounding_mode: str | None) -> ir.Value:
+    """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
+    if rounding_mode == "floor":
+        return floor_divide(op, self, other)
+    quotient = op.Div(self, scalar_like(op, other, self))  # of integers: truncated already
+    return quotient if rounding_mode is None else trunc(op, quotient)
+
+
+@register(aten.floor_divide.default, aten.floor_divide.Scalar, promote="output")
+def floor_divide(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """floor_divide(Tensor self, Tensor other) -> Tensor
+
+    (a - a mod b) / b, as PyTorch computes it: floor(a / b) is off by one where a / b rounds up to an integer.
+    """
+    divisor = scalar_like(op, other, self)
+    quotient = op.Div(op.Sub(self, remainder(op, self, other)), divisor)
+    if not is_float(self):
+        return quotient
+    quotient = op.Round(quotient)
+    if not isinstance(other, ir.Value) and other != 0:
+        return quotient
+    return op.Where(op.Equal(divisor, scalar_like(op, 0.0, self)), op.Div(self, divisor), quotient)
+
+
+@register(aten.remainder.Tensor, aten.remainder.Scalar, promote="output")
+def remainder(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
+    divisor = scalar_like(op, other, self)
+    if not is_float(self):
+        return op.Mod(self, divisor)
+    rest = op.Mod(self, divisor, fmod=1)
+    zero = scalar_like(op, 0.0, self)
+    if not isinstance(other, ir.Value):
+        outside = op.Less(rest, zero) if other >= 0 else op.Greater(rest, zero)
+    else:
+        outside = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    return op.Where(outside, op.Add(rest, divisor), rest)
+
+
+@register(aten.remainder.Scalar_Tensor, promote="output")
+def remainder_of_scalar(op: Any, self: Operand, other: ir.Value) -> ir.Value:
+    """remainder.Scalar_Tensor(Scalar self, Tensor other) -> Tensor"""
+    return remainder(op, scalar_like(op, self, other), other)
+
+
+@register(aten.fmod.Tensor, aten.fmod.Scalar, promote="output")
+def fmod(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
+    return op.Mod(self, scalar_like(op, other, self), fmod=1)
+
+
+# -- powers and functions of two operands
+
+
+@register(aten.pow.Tensor_Scalar, promote="output")
+def pow_scalar(op: Any, self: ir.Value, exponent: Number) -> ir.Value:
+    """pow.Tensor_Scalar(Tensor self, Scalar exponent) -> Tensor"""
+    if isinstance(exponent, ir.Value):
+        return pow_(op, self, exponent)
+    if exponent == 1:
+        return self
+    if is_float(self):
+        if exponent == 2:
+            return op.Mul(self, self)
+        if exponent == 0.5:
+            return op.Sqrt(self)
+        if exponent == -0.5:
+            return op.Reciprocal(op.Sqrt(self))
+        if exponent == -1:
+            return op.Reciprocal(self)
+        if exponent == -2:
+            return op.Reciprocal(op.Mul(self, self))
+        return op.Pow(self, scalar_like(op, exponent, self))
+    if self.dtype == ir.DataType.BOOL or exponent < 0:
+        raise Unsupported(f"{self.dtype} to the power of {exponent}")
+    return _integer_power(op, self, int(exponent))
+
+
+def _integer_power(op: Any, base: ir.Value, exponent: int) -> ir.Value:
+    """By squaring: ONNX Runtime's Pow rounds large integers to float64."""
+    result = None
+    while exponent:
+        if exponent & 1:
+            result = base if result is None else op.Mul(result, base)
+        exponent >>= 1
+        if exponent:
+            base = op.Mul(base, base)
+    return result if result is not None else op.Add(op.Sub(base, base), scalar_like(op, 1, base))
+
+
+@register(aten.pow.Tensor_Tensor, promote="output")
+def pow_(op: Any, self: ir.Value, exponent: ir.Value) -> ir.Value:
+    """pow.Tensor_Tensor(Tensor self, Tensor exponent) -> Tensor"""
+    if not is_float(self):
+        raise Unsupported("ONNX Runtime's Pow rounds large integers to float64")
+    return op.Pow(self, exponent)
+
+
+@register(aten.pow.Scalar, promote="output")
+def pow_of_scalar(op: Any, self: Number, exponent: ir.Value) -> ir.Value:
+    """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
+    return pow_(op, scalar_like(op, self, exponent), exponent)
+
+
+@register(aten.hypot.default, promote="output")
+def hypot(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """hypot(Tensor self, Tensor other) -> Tensor"""
+    a, b = op.Abs(self), op.Abs(other)
+    # Dividing by the larger one keeps its square from overflowing.
+    longer, shorter = op.Max(a, b), op.Min(a, b)
+    tiny = scalar_like(op, torch.finfo(torch.float32).tiny, longer)
+    largest = scalar_like(op, torch.finfo(to_torch(longer.dtype)).max, longer)  # type: ignore[arg-type]
+    ratio = op.Div(op.Min(shorter, largest), op.Max(longer, tiny))
+    return op.Mul(longer, op.Sqrt(op.Add(op.Mul(ratio, ratio), scalar_like(op, 1.0, ratio))))
+
+
+@register(aten.logaddexp.default, promote="output")
+def logaddexp(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """logaddexp(Tensor self, Tensor other) -> Tensor"""
+    zero = scalar_like(op, 0.0, self)
+    distance = op.Where(op.Equal(self, other), zero, op.Sub(self, other))  # inf - inf
+    return op.Add(op.Max(self, other), op.Softplus(op.Neg(op.Abs(distance))))
+
+
+@register(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, promote="output")
+def xlogy(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """xlogy.Tensor(Tensor self, Tensor other) -> Tensor"""
+    other = scalar_like(op, other, self)
+    zero = scalar_like(op, 0.0, self)
+    absent = op.And(op.Equal(self, zero), op.Not(op.IsNaN(other)))
+    return op.Where(absent, zero, op.Mul(self, op.Log(other)))
+
+
+@register(aten.xlogy.Scalar_Self, promote="output")
+def xlogy_of_scalar(op: Any, self: Operand, other: ir.Value) -> ir.Value:
+    """xlogy.Scalar_Self(Scalar self, Tensor other) -> Tensor"""
+    return xlogy(op, scalar_like(op, self, other), other)
+
+
+@register(aten.atan2.default, promote="output")
+def atan2(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """atan2(Tensor self, Tensor other) -> Tensor
+
+    The half plane x < 0 is turned by pi, to the side that y points to (also where y is a zero with a sign).
+    """
+    zero = scalar_like(op, 0.0, self)
+    y, x = self, other
+    below = op.Less(op.Where(op.Equal(y, zero), op.Reciprocal(y), y), zero)
+    left = op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
+    turn = op.Where(below, scalar_like(op, -math.pi, y), scalar_like(op, math.pi, y))
+    both_zero = op.And(op.Equal(y, zero), op.Equal(x, zero))
+    angle = op.Atan(op.Where(both_zero, op.Mul(y, op.Where(left, scalar_like(op, -1.0, y), scalar_like(op, 1.0, y))), op.Div(y, x)))
+    return op.Where(left, op.Add(angle, turn), angle)
+
+
+# -- limits
+
+
+@register(aten.clamp.default, promote="output")
+def clamp(op: Any, self: ir.Value, min: Number | None = None, max: Number | None = None) -> ir.Value:
+    """clamp(Tensor self, Scalar? min=None, Scalar? max=None) -> Tensor"""
+    if (isinstance(min, float) and math.isnan(min)) or (isinstance(max, float) and math.isnan(max)):
+        raise Unsupported("clamp at NaN")
+    # ONNX Runtime's Clip with one limit takes the largest finite number for the other.
+    if min is None and max is None:
+        return self
+    if min is None:
+        return op.Min(self, scalar_like(op, max, self))  # type: ignore[arg-type]
+    if max is None:
+        return op.Max(self, scalar_like(op, min, self))
+    return op.Clip(self, scalar_like(op, min, self), scalar_like(op, max, self))
+
+
+@register(aten.clamp_min.default, promote="output")
+def clamp_min(op: Any, self: ir.Value, min: Number) -> ir.Value:
+    """clamp_min(Tensor self, Scalar min) -> Tensor"""
+    return clamp(op, self, min)
+
+
+@register(aten.clamp_max.default, promote="output")
+def clamp_max(op: Any, self: ir.Value, max: Number) -> ir.Value:
+    """clamp_max(Tensor self, Scalar max) -> Tensor"""
+    return clamp(op, self, None, max)
+
+
+@register(aten.clamp.Tensor, promote="output")
+def clamp_tensor(op: Any, self: ir.Value, min: ir.Value | None = None, max: ir.Value | None = None) -> ir.Value:
+    """clamp.Tensor(Tensor self, Tensor? min=None, Tensor? max=None) -> Tensor"""
+    result = self if min is None else op.Max(self, min)
+    return result if max is None else op.Min(result, max)
+
+
+@register(aten.clamp_min.Tensor, promote="output")
+def clamp_min_tensor(op: Any, self: ir.Value, min: ir.Value) -> ir.Value:
+    """clamp_min.Tensor(Tensor self, Tensor min) -> Tensor"""
+    return op.Max(self, min)
+
+
+@register(aten.clamp_max.Tensor, promote="output")
+def clamp_max_tensor(op: Any, self: ir.Value, max: ir.Value) -> ir.Value:
+    """clamp_max.Tensor(Tensor self, Tensor max) -> Tensor"""
+    return op.Min(self, max)
+
+
+@register(aten.maximum.default, promote="output")
+def maximum(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """maximum(Tensor self, Tensor other) -> Tensor"""
+    return op.Or(self, other) if self.dtype == ir.DataType.BOOL else op.Max(self, other)
+
+
+@register(aten.minimum.default, promote="output")
+def minimum(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """minimum(Tensor self, Tensor other) -> Tensor"""
+    return op.And(self, other) if self.dtype == ir.DataType.BOOL else op.Min(self, other)
+
+
+@register(aten.threshold.default, promote="output")
+def threshold(op: Any, self: ir.Value, threshold: Number, value: Number) -> ir.Value:
+    """threshold(Tensor self, Scalar threshold, Scalar value) -> Tensor"""
+    return op.Where(op.LessOrEqual(self, scalar_like(op, threshold, self)), scalar_like(op, value, self), self)
+
+
+# -- dtypes
+
+
+@register(aten._to_copy.default, any_dtype=True)
+def to_copy(
+    op: Any,
+    self: ir.Value,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> ir.Value:
+    """_to_copy(Tensor self, *, ScalarType? dtype=None, ..., bool non_blocking=False, MemoryFormat? memory_format=None) -> Tensor
+
+    The loop over the graph casts every result to its node's dtype.
+    """
+    return self
+
+
+@register(torch.ops.prims.convert_element_type.default, any_dtype=True)
+def convert_element_type(op: Any, a: ir.Value, dtype: torch.dtype) -> ir.Value:
+    """convert_element_type(Tensor a, ScalarType dtype) -> Tensor: see `to_copy`."""
+    return a

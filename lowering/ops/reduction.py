@@ -1,0 +1,342 @@
+"""Reductions over axes: sums, extremes, statistics, norms, and running sums."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.axes import axes, axis, length, rank
+from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.registry import Unsupported, register
+
+aten = torch.ops.aten
+
+Dims = int | Sequence[int] | None
+
+
+def _reduce(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    if len(at) == rank(value):
+        return getattr(op, kind)(value, keepdims=int(keepdim))
+    return getattr(op, kind)(value, int64s(op, at), keepdims=int(keepdim))
+
+
+# -- sums
+
+
+@register(aten.sum.default, promote="output")
+def sum_(op: Any, self: ir.Value, dtype: torch.dtype | None = None) -> ir.Value:
+    """sum(Tensor self, *, ScalarType? dtype=None) -> Tensor"""
+    return sum_dim(op, self, None)
+
+
+@register(aten.sum.dim_IntList, promote="output")
+def sum_dim(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> ir.Value:
+    """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    return _reduce(op, "ReduceSum", self, axes(self, dim), keepdim) if rank(self) else self
+
+
+@register(aten.mean.default, promote="output")
+def mean(op: Any, self: ir.Value, dtype: torch.dtype | None = None) -> ir.Value:
+    """mean(Tensor self, *, ScalarType? dtype=None) -> Tensor"""
+    return mean_dim(op, self, None)
+
+
+@register(aten.mean.dim, promote="output")
+def mean_dim(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> ir.Value:
+    """mean.dim(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    at = axes(self, dim)
+    if rank(self) == 0:
+        return self
+    if all(_never_empty(self, i) for i in at):
+        return _reduce(op, "ReduceMean", self, at, keepdim)
+    # ONNX Runtime's mean of nothing is 0, not NaN.
+    return op.Div(_reduce(op, "ReduceSum", self, at, keepdim), _count(op, self, at))
+
+
+def _never_empty(value: ir.Value, at: int) -> bool:
+    """Whether an axis has elements: a plain symbol of Dynamo's stands for two or more."""
+    assert value.shape is not None
+    part = value.shape[at]
+    return part > 0 if isinstance(part, int) else re.fullmatch(r"s\d+", part.value or "") is not None
+
+
+def _count(op: Any, value: ir.Value, at: Sequence[int]) -> ir.Value:
+    """The number of elements along some axes, in `value`'s dtype."""
+    lengths = [length(op, value, i) for i in at]
+    total = math.prod(part for part in lengths if isinstance(part, int))
+    count: ir.Value | int = total
+    for part in lengths:
+        if isinstance(part, ir.Value):
+            count = part if isinstance(count, int) and count == 1 else op.Mul(part, count)
+    return scalar_like(op, count, value)
+
+
+@register(aten.prod.default, promote="output")
+def prod(op: Any, self: ir.Value, dtype: torch.dtype | None = None) -> ir.Value:
+    """prod(Tensor self, *, ScalarType? dtype=None) -> Tensor"""
+    return _reduce(op, "ReduceProd", self, axes(self, None), False) if rank(self) else self
+
+
+@register(aten.prod.dim_int, promote="output")
+def prod_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> ir.Value:
+    """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    return _reduce(op, "ReduceProd", self, axes(self, dim), keepdim) if rank(self) else self
+
+
+@register(aten.cumsum.default, promote="output")
+def cumsum(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) -> ir.Value:
+    """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return op.CumSum(self, constant(op, axis(self, dim), ir.DataType.INT64)) if rank(self) else self
+
+
+@register(aten.count_nonzero.default, promote="bool")
+def count_nonzero(op: Any, self: ir.Value, dim: int | None = None) -> ir.Value:
+    """count_nonzero(Tensor self, int? dim=None) -> Tensor"""
+    return count_nonzero_dim(op, self, dim)
+
+
+@register(aten.count_nonzero.dim_IntList, promote="bool")
+def count_nonzero_dim(op: Any, self: ir.Value, dim: Dims) -> ir.Value:
+    """count_nonzero.dim_IntList(Tensor self, int[] dim) -> Tensor"""
+    return sum_dim(op, _typed(op.Cast(self, to=ir.DataType.INT64), self), dim)
+
+
+def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
+    """`value` with the shape of `like`, of which it is an elementwise function."""
+    value.shape = like.shape
+    return value
+
+
+# -- extremes
+
+
+def nan_at(op: Any, value: ir.Value) -> ir.Value | None:
+    """1 where `value` is NaN, as bytes; None for integers. ONNX Runtime's vectorised extremes overlook NaN."""
+    assert value.dtype is not None
+    return _typed(op.Cast(op.IsNaN(value), to=ir.DataType.UINT8), value) if value.dtype.is_floating_point() else None
+
+
+def _extreme(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    if rank(value) == 0:
+        return value
+    if value.dtype == ir.DataType.BOOL:
+        value = _typed(op.Cast(value, to=ir.DataType.UINT8), value)
+    found = _reduce(op, kind, value, at, keepdim)
+    nans = nan_at(op, value)
+    if nans is None:
+        return found
+    any_nan = op.Cast(_reduce(op, "ReduceMax", nans, at, keepdim), to=ir.DataType.BOOL)
+    return op.Where(any_nan, scalar_like(op, math.nan, value), found)
+
+
+@register(aten.amax.default)
+def amax(op: Any, self: ir.Value, dim: Dims = (), keepdim: bool = False) -> ir.Value:
+    """amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
+    return _extreme(op, "ReduceMax", self, axes(self, dim), keepdim)
+
+
+@register(aten.amin.default)
+def amin(op: Any, self: ir.Value, dim: Dims = (), keepdim: bool = False) -> ir.Value:
+    """amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
+    return _extreme(op, "ReduceMin", self, axes(self, dim), keepdim)
+
+
+@register(aten.max.default)
+def max_(op: Any, self: ir.Value) -> ir.Value:
+    """max(Tensor self) -> Tensor"""
+    return amax(op, self)
+
+
+@register(aten.min.default)
+def min_(op: Any, self: ir.Value) -> ir.Value:
+    """min(Tensor self) -> Tensor"""
+    return amin(op, self)
+
+
+@register(aten.aminmax.default)
+def aminmax(op: Any, self: ir.Value, dim: int | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
+    """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
+    return amin(op, self, dim, keepdim), amax(op, self, dim, keepdim)  # type: ignore[arg-type]
+
+
+def _arg(op: Any, kind: str, value: ir.Value, at: int) -> ir.Value:
+    """The index of the first extreme along an axis, which is kept; NaN is one, as in PyTorch."""
+    if value.dtype == ir.DataType.BOOL:
+        value = _typed(op.Cast(value, to=ir.DataType.INT32), value)
+    if value.dtype == ir.DataType.INT64:  # ONNX Runtime has no kernel; the first of equal elements leads in TopK as well
+        return op.TopK(value, int64s(op, [1]), axis=at, largest=int(kind == "ArgMax"), _outputs=2)[1]
+    found = getattr(op, kind)(value, axis=at, keepdims=1)
+    nans = nan_at(op, value)
+    if nans is None:
+        return found
+    any_nan = op.Cast(_reduce(op, "ReduceMax", nans, [at], True), to=ir.DataType.BOOL)
+    return op.Where(any_nan, op.ArgMax(nans, axis=at, keepdims=1), found)
+
+
+def _argument(op: Any, kind: str, value: ir.Value, dim: int | None, keepdim: bool) -> ir.Value:
+    if rank(value) == 0:
+        return constant(op, 0, ir.DataType.INT64)
+    if dim is not None:
+        at = axis(value, dim)
+        found = _arg(op, kind, value, at)
+        return found if keepdim else op.Squeeze(found, int64s(op, [at]))
+    flat = op.Reshape(value, int64s(op, [-1]))
+    flat.shape = ir.Shape([None])
+    return op.Reshape(_arg(op, kind, flat, 0), int64s(op, [1] * rank(value) if keepdim else []))
+
+
+@register(aten.argmax.default)
+def argmax(op: Any, self: ir.Value, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+    """argmax(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    return _argument(op, "ArgMax", self, dim, keepdim)
+
+
+@register(aten.argmin.default)
+def argmin(op: Any, self: ir.Value, dim: int | None = None, keepdim: bool = False) -> ir.Value:
+    """argmin(Tensor self, int? dim=None, bool keepdim=False) -> Tensor"""
+    return _argument(op, "ArgMin", self, dim, keepdim)
+
+
+def _extreme_and_index(op: Any, kind: str, value: ir.Value, dim: int, keepdim: bool) -> Sequence[ir.Value]:
+    if rank(value) == 0:
+        return value, constant(op, 0, ir.DataType.INT64)
+    at = axis(value, dim)
+    index = _arg(op, kind, value, at)
+    found = op.GatherElements(value, index, axis=at)
+    return (found, index) if keepdim else (op.Squeeze(found, int64s(op, [at])), op.Squeeze(index, int64s(op, [at])))
+
+
+@register(aten.max.dim)
+def max_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> Sequence[ir.Value]:
+    """max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return _extreme_and_index(op, "ArgMax", self, dim, keepdim)
+
+
+@register(aten.min.dim)
+def min_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> Sequence[ir.Value]:
+    """min.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    return _extreme_and_index(op, "ArgMin", self, dim, keepdim)
+
+
+# -- any, all
+
+
+@register(aten.any.default, promote="bool")
+def any_(op: Any, self: ir.Value) -> ir.Value:
+    """any(Tensor self) -> Tensor"""
+    return any_dims(op, self)
+
+
+@register(aten.any.dim, promote="bool")
+def any_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> ir.Value:
+    """any.dim(Tensor self, int dim, bool keepdim=False) -> Tensor"""
+    return any_dims(op, self, dim, keepdim)
+
+
+@register(aten.any.dims, promote="bool")
+def any_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+    """any.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    if not isinstance(dim, int) and dim is not None and len(dim) == 0:
+        return self
+    at = axes(self, dim)
+    if rank(self) == 0:
+        return self
+    filled = all(_never_empty(self, i) for i in at)
+    bytes_ = _typed(op.Cast(self, to=ir.DataType.UINT8 if filled else ir.DataType.INT32), self)
+    return op.Cast(_reduce(op, "ReduceMax" if filled else "ReduceSum", bytes_, at, keepdim), to=ir.DataType.BOOL)
+
+
+@register(aten.all.default, promote="bool")
+def all_(op: Any, self: ir.Value) -> ir.Value:
+    """all(Tensor self) -> Tensor"""
+    return all_dims(op, self)
+
+
+@register(aten.all.dim, promote="bool")
+def all_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> ir.Value:
+    """all.dim(Tensor self, int dim, bool keepdim=False) -> Tensor"""
+    return all_dims(op, self, dim, keepdim)
+
+
+@register(aten.all.dims, promote="bool")
+def all_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -> ir.Value:
+    """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
+    return op.Not(any_dims(op, _typed(op.Not(self), self), dim, keepdim))
+
+
+# -- statistics and norms
+
+
+def _variance(op: Any, value: ir.Value, dim: Dims, correction: int | float | None, keepdim: bool) -> tuple[ir.Value, ir.Value]:
+    """Variance and mean, the mean with its reduced axes kept."""
+    at = axes(value, dim)
+    mean = _reduce(op, "ReduceMean", value, at, True)
+    centred = _typed(op.Sub(value, mean), value)
+    count = _count(op, value, at)
+    freedom = op.Max(op.Sub(count, scalar_like(op, 1.0 if correction is None else float(correction), value)), scalar_like(op, 0.0, value))
+    return op.Div(_reduce(op, "ReduceSumSquare", centred, at, keepdim), freedom), mean
+
+
+@register(aten.var.correction)
+def var(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> ir.Value:
+    """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return _variance(op, self, dim, correction, keepdim)[0]
+
+
+@register(aten.std.correction)
+def std(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> ir.Value:
+    """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
+    return op.Sqrt(_variance(op, self, dim, correction, keepdim)[0])
+
+
+def _with_mean(op: Any, value: ir.Value, dim: Dims, mean: ir.Value, keepdim: bool) -> ir.Value:
+    return mean if keepdim or rank(value) == 0 else op.Squeeze(mean, int64s(op, axes(value, dim)))
+
+
+@register(aten.var_mean.correction)
+def var_mean(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
+    """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    variance, mean = _variance(op, self, dim, correction, keepdim)
+    return variance, _with_mean(op, self, dim, mean, keepdim)
+
+
+@register(aten.std_mean.correction)
+def std_mean(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
+    """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
+    variance, mean = _variance(op, self, dim, correction, keepdim)
+    return op.Sqrt(variance), _with_mean(op, self, dim, mean, keepdim)
+
+
+@register(aten.linalg_vector_norm.default, promote="output")
+def linalg_vector_norm(
+    op: Any, self: ir.Value, ord: int | float = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> ir.Value:
+    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
+    at = axes(self, dim)
+    if isinstance(ord, ir.Value):
+        raise Unsupported("a norm of symbolic order")
+    if rank(self) == 0 and ord != 0:
+        return op.Abs(self)
+    if ord == 2:
+        return _reduce(op, "ReduceL2", self, at, keepdim)
+    if ord == 1:
+        return _reduce(op, "ReduceL1", self, at, keepdim)
+    if ord == 0:
+        nonzero = op.Not(op.Equal(self, scalar_like(op, 0.0, self)))
+        return _reduce(op, "ReduceSum", _typed(op.Cast(nonzero, to=self.dtype), self), at, keepdim)
+    absolute = _typed(op.Abs(self), self)
+    if math.isinf(ord):
+        return _extreme(op, "ReduceMax" if ord > 0 else "ReduceMin", absolute, at, keepdim)
+    powers = _typed(op.Pow(absolute, scalar_like(op, ord, self)), self)
+    return op.Pow(_reduce(op, "ReduceSum", powers, at, keepdim), scalar_like(op, 1 / ord, self))
+
+
+@register(aten.logsumexp.default, promote="output")
+def logsumexp(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False) -> ir.Value:
+    """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
+    return _reduce(op, "ReduceLogSumExp", self, axes(self, dim), keepdim) if rank(self) else self

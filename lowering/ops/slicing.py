@@ -1,0 +1,276 @@
+"""Parts of a tensor: slices, selections, splits and diagonals, with their gradients and their `_scatter` counterparts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.axes import axis, length, rank, size, sizes
+from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.ops.comparison import where_
+from ort_backend.lowering.ops.shape import dim_name
+from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import as_vector, name_of
+
+aten = torch.ops.aten
+
+Size = int | ir.Value
+_END = 2**63 - 1
+
+
+def _minus(op: Any, a: Size, b: Size) -> Size:
+    return a - b if isinstance(a, int) and isinstance(b, int) else op.Sub(a, b)
+
+
+def _position(op: Any, bound: Size | None, total: Size, default: Size) -> Size:
+    """A slice bound as Python reads it (negative: from the end; beyond: clamped), counted from the front."""
+    if bound is None:
+        return default
+    if isinstance(bound, int) and isinstance(total, int):
+        return min(max(bound + total if bound < 0 else bound, 0), total)
+    if isinstance(bound, int):
+        if bound in (0, _END):
+            return 0 if bound == 0 else total
+        return op.Max(op.Add(bound, total), 0) if bound < 0 else op.Min(bound, total)
+    if name_of(bound) is not None and name_of(bound) == name_of(total):
+        return bound
+    wrapped = op.Where(op.Less(bound, 0), op.Add(bound, total), bound)
+    return op.Max(op.Min(wrapped, total), 0)
+
+
+def _pad(op: Any, value: ir.Value, at: int, before: Size, after: Size) -> ir.Value:
+    """`value` with zeros added (or, for negative numbers, elements cut off) at both ends of one axis."""
+    if before == 0 and after == 0:
+        return value
+    pads: list[Size] = [0] * (2 * rank(value))
+    pads[at], pads[at + rank(value)] = before, after
+    return op.Pad(value, as_vector(op, pads))
+
+
+# -- slice
+
+
+@register(aten.slice.Tensor, any_dtype=True)
+def slice_(op: Any, self: ir.Value, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1) -> ir.Value:
+    """slice.Tensor(Tensor self, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
+    at = axis(self, dim)
+    start = 0 if start is None else start
+    end = _END if end is None else end
+    whole = dim_name(self, at)
+    to_the_end = name_of(end) == whole if isinstance(end, ir.Value) else end >= (whole if isinstance(whole, int) else _END)
+    if isinstance(start, int) and start == 0 and isinstance(step, int) and step == 1 and to_the_end:
+        return self
+    bounds = [as_vector(op, [start]), as_vector(op, [end]), int64s(op, [at])]
+    return op.Slice(self, *bounds) if isinstance(step, int) and step == 1 else op.Slice(self, *bounds, as_vector(op, [step]))
+
+
+@register(aten.slice_backward.default)
+def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], dim: int, start: Size, end: Size, step: Size) -> ir.Value:
+    """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
+    at = dim % len(input_sizes)
+    total = input_sizes[at]
+    before = _position(op, start, total, 0)
+    taken = length(op, grad_output, at)
+    if isinstance(step, int) and step == 1:
+        return _pad(op, grad_output, at, before, _minus(op, _minus(op, total, before), taken))
+    if isinstance(step, ir.Value) or not isinstance(taken, int):
+        raise Unsupported("a dynamic size or step in a slice with a step")
+    # Every element in a cell of its own, `step` wide; the cells in a row are the axis.
+    cells = op.Unsqueeze(grad_output, int64s(op, [at + 1]))
+    cells.shape = ir.Shape([*grad_output.shape[: at + 1], 1, *grad_output.shape[at + 1 :]])  # type: ignore[index]
+    cells = _pad(op, cells, at + 1, 0, step - 1)
+    merged = [0] * at + [taken * step] + [1] * (rank(grad_output) - at - 1)
+    row = op.Reshape(cells, _merged_shape(op, grad_output, at, merged[at]))
+    row.shape = ir.Shape([*grad_output.shape[:at], merged[at], *grad_output.shape[at + 1 :]])  # type: ignore[index]
+    return _pad(op, row, at, before, _minus(op, _minus(op, total, before), taken * step))
+
+
+def _merged_shape(op: Any, value: ir.Value, at: int, new: int) -> ir.Value:
+    return as_vector(op, [new if i == at else length(op, value, i) for i in range(rank(value))])
+
+
+@register(aten.slice_scatter.default, any_dtype=True)
+def slice_scatter(
+    op: Any, self: ir.Value, src: ir.Value, dim: int = 0, start: Size | None = None, end: Size | None = None, step: Size = 1
+) -> ir.Value:
+    """slice_scatter(Tensor self, Tensor src, int dim=0, SymInt? start=None, SymInt? end=None, SymInt step=1) -> Tensor"""
+    at = axis(self, dim)
+    if src.dtype != self.dtype:
+        src = op.Cast(src, to=self.dtype)
+    total = length(op, self, at)
+    first, last = _position(op, start, total, 0), _position(op, end, total, total)
+    if isinstance(step, ir.Value) or step != 1:
+        return _scatter_with_step(op, self, src, at, first, last, step)
+    parts = []
+    if not (isinstance(first, int) and first == 0):
+        parts.append(op.Slice(self, int64s(op, [0]), as_vector(op, [first]), int64s(op, [at])))
+    parts.append(src)
+    to_the_end = name_of(last) == dim_name(self, at) if isinstance(last, int) or name_of(last) else last is total
+    if not to_the_end:
+        parts.append(op.Slice(self, as_vector(op, [last]), int64s(op, [_END]), int64s(op, [at])))
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=at)
+
+
+def _scatter_with_step(op: Any, value: ir.Value, src: ir.Value, at: int, first: Size, last: Size, step: Size) -> ir.Value:
+    if isinstance(first, ir.Value) or isinstance(last, ir.Value) or isinstance(step, ir.Value):
+        raise Unsupported("a dynamic bound in a slice with a step")
+    rows = constant(op, np.arange(first, last, step)[:, None], ir.DataType.INT64)
+    order = [at, *(i for i in range(rank(value)) if i != at)]
+    back = [*range(1, at + 1), 0, *range(at + 1, rank(value))]
+    if at == 0:
+        return op.ScatterND(value, rows, src)
+    return op.Transpose(op.ScatterND(op.Transpose(value, perm=order), rows, op.Transpose(src, perm=order)), perm=back)
+
+
+# -- select
+
+
+@register(aten.select.int, any_dtype=True)
+def select(op: Any, self: ir.Value, dim: int, index: Size) -> ir.Value:
+    """select.int(Tensor self, int dim, SymInt index) -> Tensor"""
+    where = index if isinstance(index, ir.Value) else constant(op, index, ir.DataType.INT64)
+    return op.Gather(self, where, axis=axis(self, dim))
+
+
+def _index(op: Any, index: Size, total: Size) -> Size:
+    """An index counted from the front."""
+    if isinstance(index, int):
+        return index if index >= 0 else index + total if isinstance(total, int) else op.Add(total, index)
+    return op.Mod(index, total)
+
+
+@register(aten.select_backward.default)
+def select_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], dim: int, index: Size) -> ir.Value:
+    """select_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt index) -> Tensor"""
+    at = dim % len(input_sizes)
+    before = _index(op, index, input_sizes[at])
+    row = op.Unsqueeze(grad_output, int64s(op, [at]))
+    row.shape = ir.Shape([*grad_output.shape[:at], 1, *grad_output.shape[at:]])  # type: ignore[index]
+    return _pad(op, row, at, before, _minus(op, _minus(op, input_sizes[at], 1), before))
+
+
+@register(aten.select_scatter.default, any_dtype=True)
+def select_scatter(op: Any, self: ir.Value, src: ir.Value, dim: int, index: Size) -> ir.Value:
+    """select_scatter(Tensor self, Tensor src, int dim, SymInt index) -> Tensor"""
+    at = axis(self, dim)
+    first = _index(op, index, length(op, self, at))
+    after = first + 1 if isinstance(first, int) else op.Add(first, 1)
+    return slice_scatter(op, self, op.Unsqueeze(src, int64s(op, [at])), at, first, after)
+
+
+# -- split
+
+
+@register(aten.split.Tensor, aten.unsafe_split.Tensor, any_dtype=True)
+def split(op: Any, self: ir.Value, split_size: Size, dim: int = 0) -> Sequence[ir.Value]:
+    """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
+    total = size(self, axis(self, dim))
+    if total is None or isinstance(split_size, ir.Value):
+        raise Unsupported("the number of parts is not known from static sizes")
+    if total <= split_size:
+        return [self]
+    return split_with_sizes(op, self, [min(split_size, total - i) for i in range(0, total, split_size)], dim)
+
+
+@register(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, any_dtype=True)
+def split_with_sizes(op: Any, self: ir.Value, split_sizes: Sequence[Size], dim: int = 0) -> Sequence[ir.Value]:
+    """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
+    if len(split_sizes) == 1:
+        return [self]
+    return op.Split(self, as_vector(op, split_sizes), axis=axis(self, dim), _outputs=len(split_sizes))
+
+
+@register(aten.unbind.int, any_dtype=True)
+def unbind(op: Any, self: ir.Value, dim: int = 0) -> Sequence[ir.Value]:
+    """unbind.int(Tensor(a -> *) self, int dim=0) -> Tensor(a)[]"""
+    total = size(self, axis(self, dim))
+    if total is None:
+        raise Unsupported("the number of parts is not known from static sizes")
+    return [select(op, self, dim, i) for i in range(total)]
+
+
+# -- diagonals
+
+
+def _start(offset: int, columns: int) -> int:
+    """Where a diagonal starts in its flattened matrix."""
+    return offset if offset >= 0 else -offset * columns
+
+
+def _behind(order_of: int, dim1: int, dim2: int) -> list[int]:
+    """The axes in the order that puts `dim1` and `dim2` last."""
+    return [*(i for i in range(order_of) if i not in (dim1, dim2)), dim1, dim2]
+
+
+@register(aten.diagonal.default, any_dtype=True)
+def diagonal(op: Any, self: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+    """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
+    known = sizes(self)
+    if known is None:
+        raise Unsupported("a diagonal of dynamic sizes")
+    order = _behind(rank(self), axis(self, dim1), axis(self, dim2))
+    *outer, rows, columns = (known[i] for i in order)
+    count = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
+    start = _start(offset, columns)
+    flat = op.Reshape(op.Transpose(self, perm=order), int64s(op, [*outer, rows * columns]))
+    end = start + (count - 1) * (columns + 1) + 1 if count else start
+    return op.Slice(flat, int64s(op, [start]), int64s(op, [end]), int64s(op, [len(outer)]), int64s(op, [columns + 1]))
+
+
+def _on_diagonal(op: Any, value: ir.Value, known: list[int], offset: int, dim1: int, dim2: int) -> ir.Value:
+    """Zeros of sizes `known` with `value` on a diagonal.
+
+    Every element with `columns` zeros behind it: in a row of these, each stands one column further than the one before.
+    """
+    order = _behind(len(known), dim1, dim2)
+    *outer, rows, columns = (known[i] for i in order)
+    count = size(value, rank(value) - 1)
+    if count is None:
+        raise Unsupported("a diagonal of dynamic sizes")
+    n, start = len(outer), _start(offset, columns)
+    cell = op.Reshape(value, int64s(op, [*outer, count, 1]))
+    row = op.Reshape(op.Pad(cell, int64s(op, [0] * (n + 2) + [0] * (n + 1) + [columns])), int64s(op, [*outer, count * (columns + 1)]))
+    missing = rows * columns - start - count * (columns + 1)
+    flat = op.Pad(row, int64s(op, [0] * n + [start] + [0] * n + [missing]))
+    matrix = op.Reshape(flat, int64s(op, [*outer, rows, columns]))
+    back = [order.index(i) for i in range(len(known))]
+    return matrix if back == sorted(back) else op.Transpose(matrix, perm=back)
+
+
+@register(aten.diagonal_backward.default)
+def diagonal_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], offset: int, dim1: int, dim2: int) -> ir.Value:
+    """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int dim2) -> Tensor"""
+    if any(isinstance(part, ir.Value) for part in input_sizes) or 0 in input_sizes:
+        raise Unsupported("a diagonal of dynamic sizes, or of none")
+    known = [int(part) for part in input_sizes]  # type: ignore[arg-type]
+    return _on_diagonal(op, grad_output, known, offset, dim1 % len(known), dim2 % len(known))
+
+
+@register(aten.diag_embed.default)
+def diag_embed(op: Any, self: ir.Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ir.Value:
+    """diag_embed(Tensor self, int offset=0, int dim1=-2, int dim2=-1) -> Tensor"""
+    known = sizes(self)
+    if known is None or 0 in known:
+        raise Unsupported("a diagonal of dynamic sizes, or of none")
+    side = known[-1] + abs(offset)
+    a, b = dim1 % (len(known) + 1), dim2 % (len(known) + 1)
+    whole = known[:-1]
+    for at in sorted((a, b)):
+        whole.insert(at, side)
+    return _on_diagonal(op, self, whole, offset, a, b)
+
+
+@register(aten.diagonal_scatter.default)
+def diagonal_scatter(op: Any, self: ir.Value, src: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
+    """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
+    known = sizes(self)
+    if known is None or 0 in known:
+        raise Unsupported("a diagonal of dynamic sizes, or of none")
+    a, b = axis(self, dim1), axis(self, dim2)
+    mask = torch.zeros([known[i] if i in (a, b) else 1 for i in range(len(known))], dtype=torch.bool)
+    torch.diagonal(mask, offset, a, b).fill_(True)
+    return where_(op, constant(op, mask.numpy(), ir.DataType.BOOL), _on_diagonal(op, src, known, offset, a, b), self)
