@@ -17,7 +17,8 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
-from ort_backend.lowering.python_op import MS, PythonCall, write_python_op
+from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.python_op import MS, PythonCall, ordered, write_python_op
 from ort_backend.lowering.registry import Lowering, Unsupported
 from ort_backend.target import OrtTarget
 
@@ -351,8 +352,10 @@ class GraphLowering:
                 self._type_of(leaf)
         args, kwargs = self._arguments(node)
         fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), ir.Value)]
-        target = node.target
-        values, call = self._write_python_op(node, target, title, tuple(args), kwargs, fake, fakes)
+        if is_random(node):
+            values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
+        else:
+            values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where))
         log.debug("%s runs as a PythonOp: %s%s", title, reason, _at(where))
@@ -360,8 +363,14 @@ class GraphLowering:
             return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]
         return None if fake is None else self._stamp(values[0], fake)  # type: ignore[arg-type]
 
-    def _write_python_op(self, node: fx.Node, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: Any) -> Any:
-        return write_python_op(self.op, target, title, args, kwargs, fake, fakes)
+    def _in_random_order(self, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: list[Any]) -> tuple[Any, PythonCall]:
+        """A `PythonOp` that draws random numbers: a value from one such node to the next keeps ONNX Runtime from changing their order."""
+        order = torch.zeros((), dtype=torch.int64)
+        results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+        before = self._random_order if self._random_order is not None else constant(self.op, 0, ir.DataType.INT64)
+        values, call = write_python_op(self.op, ordered(target), title, (before, *args), kwargs, [*results, order], [order, *fakes])
+        self._random_order = self._stamp(values.pop(), order)  # type: ignore[arg-type]
+        return values, call
 
     def _leaf(self, node: fx.Node) -> Any:
         return self.env.get(node)

@@ -85,8 +85,13 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws from a random generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether a node draws from a random generator. Attention is tagged so, but draws nothing where its dropout is 0."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    position = next((i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "dropout_p"), None)
+    if position is None:
+        return True
+    return (node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0
 
 
 def root(node: fx.Node) -> fx.Node:

@@ -89,6 +89,16 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
     return PythonCall(f"{title}#{next(_names)}", title, run)
 
 
+def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """`target` with one more argument in front, which it ignores, and one more result, a 0-d int64: links that force an order on calls."""
+
+    def call(before: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        result = target(*args, **kwargs)
+        return (*(result if isinstance(result, (tuple, list)) else (result,)), torch.zeros((), dtype=torch.int64))
+
+    return call
+
+
 def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return tensor.item()
