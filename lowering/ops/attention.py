@@ -18,8 +18,10 @@ aten = torch.ops.aten
 _FUSED = ("com.microsoft::FusedMatMul",)
 
 
-def _product(op: Any, a: ir.Value, b: ir.Value, like: ir.Value, *, fused: bool, trans_a: int = 0, trans_b: int = 0, alpha: float = 1.0) -> ir.Value:
+def _product(op: Any, a: ir.Value, b: ir.Value, *, fused: bool, trans_a: int = 0, trans_b: int = 0, alpha: float = 1.0) -> ir.Value:
     """alpha a b, each transposed in the last two dimensions if asked for."""
+    rows, columns = a.shape[3 if trans_a else 2], b.shape[2 if trans_b else 3]  # type: ignore[index]
+    like = ir.Value(type=a.type, shape=ir.Shape([*a.shape[:2], rows, columns]))  # type: ignore[index]
     if fused:
         return microsoft(op, "FusedMatMul", a, b, like=like, transA=trans_a, transB=trans_b, alpha=alpha)
     swapped = [0, 1, 3, 2]
@@ -29,10 +31,23 @@ def _product(op: Any, a: ir.Value, b: ir.Value, like: ir.Value, *, fused: bool, 
     return typed(product if alpha == 1 else op.Mul(product, alpha), like.dtype, like.shape)  # type: ignore[arg-type]
 
 
+def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
+    """(N, heads, rows, width) with as many heads as `like`.
+
+    Where several heads of queries share one of keys, their rows stand one below the other: no key and no value is repeated.
+    """
+    heads, width = like.shape[1], tensor.shape[3]  # type: ignore[index]
+    if tensor.shape[1] == heads:  # type: ignore[index]
+        return tensor
+    if not isinstance(heads, int):
+        raise Unsupported("an unknown number of heads")
+    size = int64s(op, [0, heads, -1, width]) if isinstance(width, int) else op.Concat(int64s(op, [0, heads, -1]), op.Shape(tensor, start=3), axis=0)
+    return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[arg-type, index]
+
+
 def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None, scale: float, fused: bool) -> ir.Value:
     """(N, H, L, S): scale query key^T + mask."""
-    like = ir.Value(type=query.type, shape=ir.Shape([*query.shape[:3], key.shape[2]]))  # type: ignore[index]
-    scores = _product(op, query, key, like, fused=fused, trans_b=1, alpha=scale)
+    scores = _with_heads(op, _product(op, _with_heads(op, query, key), key, fused=fused, trans_b=1, alpha=scale), query)
     if attn_mask is not None:
         if attn_mask.dtype == ir.DataType.BOOL:
             raise Unsupported("a boolean mask")  # PyTorch makes it a floating-point one before
@@ -41,8 +56,7 @@ def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask:
         size = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
         above = op.Trilu(op.Expand(constant(op, -np.inf, query.dtype), size), constant(op, 1, ir.DataType.INT64), upper=1)  # type: ignore[arg-type]
         scores = op.Add(scores, above)
-    return typed(scores, like.dtype, like.shape)  # type: ignore[arg-type]
-
+    return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[arg-type, index]
 
 
 def _dead_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
@@ -76,11 +90,10 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
     mask, dead = _dead_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
-    like = ir.Value(type=query.type, shape=ir.Shape([*query.shape[:3], value.shape[3]]))  # type: ignore[index]
-    out = _without(op, dead, _product(op, probabilities, value, like, fused=fused))
+    out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
     # Nothing reads it where the backward is ours.
     logsumexp = _without(op, dead, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
-    return out, op.Squeeze(logsumexp, int64s(op, [-1]))
+    return _without(op, dead, out), op.Squeeze(logsumexp, int64s(op, [-1]))
 
 
 def _backward(
@@ -91,18 +104,19 @@ def _backward(
         raise Unsupported("dropout inside attention")
     factor = _scale(query, scale)
     mask, dead = _dead_rows(op, mask)
-    grad_out = _without(op, dead, grad_out)
     scores = _scores(op, query, key, is_causal, mask, factor, fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
-    grad_value = _product(op, probabilities, grad_out, value, fused=fused, trans_a=1)
-    grad_probabilities = _product(op, grad_out, value, scores, fused=fused, trans_b=1)
+    grad_out = _with_heads(op, _without(op, dead, grad_out), key)
+    grad_value = _product(op, _with_heads(op, probabilities, key), grad_out, fused=fused, trans_a=1)
+    grad_probabilities = _with_heads(op, _product(op, grad_out, value, fused=fused, trans_b=1), query)
     if fused:
         grad_scores = microsoft(op, "SoftmaxGrad_13", grad_probabilities, probabilities, like=scores, axis=-1)
     else:
         through = op.Mul(grad_probabilities, probabilities)
         grad_scores = op.Sub(through, op.Mul(probabilities, op.ReduceSum(through, int64s(op, [-1]), keepdims=1)))
-    grad_query = _product(op, grad_scores, key, query, fused=fused, alpha=factor)
-    grad_key = _product(op, grad_scores, query, key, fused=fused, trans_a=1, alpha=factor)
+    grad_scores = _with_heads(op, typed(grad_scores, scores.dtype, scores.shape), key)  # type: ignore[arg-type]
+    grad_query = _with_heads(op, _product(op, grad_scores, key, fused=fused, alpha=factor), query)
+    grad_key = _product(op, grad_scores, _with_heads(op, query, key), fused=fused, trans_a=1, alpha=factor)
     return grad_query, grad_key, grad_value
 
 
