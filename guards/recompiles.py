@@ -29,6 +29,8 @@ from typing import Any
 import torch
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_DYNAMO_ROOT = os.path.join(_TORCH_ROOT, "_dynamo") + os.sep
+_COMPILE = "_compile"  # of convert_frame.py
 _OWN_ROOTS = tuple({os.path.dirname(path) + os.sep for path in (os.path.abspath(__file__), os.path.realpath(__file__))})
 _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _GONE = (AttributeError, ImportError, KeyError, TypeError, IndexError, ValueError)  # how a private name that moved shows
@@ -100,7 +102,7 @@ def _compile_locals() -> Mapping[str, Any]:
     """The locals of the innermost `_compile` in torch's convert_frame.py above us, or nothing."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+        if frame.f_code.co_name == _COMPILE and frame.f_code.co_filename.endswith("convert_frame.py"):
             return frame.f_locals
         frame = frame.f_back
     return {}
@@ -190,9 +192,9 @@ def is_torch(filename: str) -> bool:
 def call_site() -> types.FrameType | None:
     """The user's frame that called the compiled function. Do not keep it: it keeps the user's variables alive."""
     frame: types.FrameType | None = sys._getframe(1)
-    inside = True  # until past Dynamo's `_compile`
+    inside = True  # in the backend, which Dynamo calls
     while frame is not None:
-        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+        if frame.f_code.co_filename.startswith(_DYNAMO_ROOT):
             inside = False
         elif not inside and not is_torch(frame.f_code.co_filename):
             return frame
@@ -203,17 +205,17 @@ def call_site() -> types.FrameType | None:
 def global_state() -> dict[str, str]:
     """The process-wide settings that Dynamo guards, by the name that its `GLOBAL_STATE changed` message uses."""
     readers: dict[str, Callable[[], object]] = {
-        "grad_mode": torch.is_grad_enabled,
-        "inference_mode": torch.is_inference_mode_enabled,
-        "default_dtype": torch.get_default_dtype,
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-        "num_threads": torch.get_num_threads,
+        "grad_mode": lambda: torch.is_grad_enabled(),
+        "inference_mode": lambda: torch.is_inference_mode_enabled(),
+        "default_dtype": lambda: torch.get_default_dtype(),
+        "deterministic_algorithms": lambda: torch.are_deterministic_algorithms_enabled(),
+        "num_threads": lambda: torch.get_num_threads(),
         "allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
         "autocast(cpu)_enabled": lambda: torch.is_autocast_enabled("cpu"),
         "autocast(cuda)_enabled": lambda: torch.is_autocast_enabled("cuda"),
         "autocast(cpu)_dtype": lambda: torch.get_autocast_dtype("cpu"),
         "autocast(cuda)_dtype": lambda: torch.get_autocast_dtype("cuda"),
-        "default_device": torch.get_default_device,
+        "default_device": lambda: torch.get_default_device(),
     }
     state = {}
     for name, read in readers.items():

@@ -122,7 +122,8 @@ class Compilation:
         return f"{self._details['function']} ({self._details['where']})"
 
     def _dynamo_ended(self, compile_id: str | None) -> None:
-        if compile_id is None or self._compile_id is None or compile_id == self._compile_id:
+        ours = compile_id is None or self._compile_id is None or compile_id == self._compile_id
+        if ours and "dynamo" in self._seconds:  # its greater part, the tracing, is known
             self._add("dynamo", max(0.0, recompiles.now() - self._ended))
 
 
@@ -190,8 +191,8 @@ def _failures(frame: DynamoFrame, caller: Caller, where: str) -> tuple[GuardFail
     scope = Scope(frame.scope, frame.module_globals, caller.variables)
     failures = (parse(reason, scope, before) for reason in frame.reasons)
     with _lock:
-        own = {graph for place, graph in _own_graphs if place == where} | {None}
-    return tuple(failure for failure in failures if failure.kind != "backend" and failure.graph in own)
+        own = {graph for place, graph in _own_graphs if place == where}
+    return tuple(failure for failure in failures if failure.kind != "backend" and (failure.graph in own or failure.graph is None or None in own))
 
 
 def _warn(record: CompileRecord) -> None:
