@@ -165,7 +165,11 @@ class GraphLowering:
         return self.env[node]
 
     def finish(self) -> LoweredGraph:
-        """The finished graph."""
+        """The finished graph, without the nodes that nothing reads: ONNX Runtime would run them."""
+        for node in reversed(self.graph):
+            is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
+            if not is_read and node.op_type not in ("YieldOp", "PythonOp"):
+                self.graph.remove(node, safe=True)
         used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
         for name, value in list(self.graph.initializers.items()):
             if value not in used:
