@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ort_backend.guards import recompiles
-from ort_backend.guards.sources import MAX_VALUE, Scope, passed_as, show, sized, user_source
+from ort_backend.guards.sources import Scope, passed_as, sized, user_source
 
 # From "another graph altogether" to "the same graph but for this": where several graphs were tried, the failure that comes last
 # here belongs to the graph that was closest to fitting. Dynamo checks guards in about this order and tells only the first that fails.
@@ -150,13 +150,6 @@ def _joined(values: list[str | None]) -> str | None:
     return None if any(value is None for value in values) or not values else ", ".join(str(value) for value in values)
 
 
-def _now(source: str, scope: Scope) -> str | None:
-    try:
-        return show(scope.value(source))
-    except LookupError:
-        return None
-
-
 def _tensor(kind: str, suffix: str) -> Callable[[re.Match[str], Scope], GuardFailure]:
     def build(match: re.Match[str], scope: Scope) -> GuardFailure:
         source, *index, was, now = match.groups()
@@ -209,7 +202,7 @@ def _type_id(match: re.Match[str], scope: Scope) -> GuardFailure:
 
 def _not_function(match: re.Match[str], scope: Scope) -> GuardFailure:
     source = match.group(1).removesuffix(".__code__")
-    return GuardFailure(kind="type", source=source, before="function", now=_now(source, scope))
+    return GuardFailure(kind="type", source=source, before="function", now=scope.shown(source))
 
 
 def _object_id(match: re.Match[str], scope: Scope) -> GuardFailure:
@@ -219,7 +212,7 @@ def _object_id(match: re.Match[str], scope: Scope) -> GuardFailure:
     if identity in constants:
         return _value(source, constants[identity], scope)
     kind = "python value" if _is_enum(source, scope) else "object identity"
-    return GuardFailure(kind=kind, source=source, before=None, now=_now(source, scope))
+    return GuardFailure(kind=kind, source=source, before=None, now=scope.shown(source))
 
 
 def _is_enum(source: str, scope: Scope) -> bool:
@@ -235,10 +228,14 @@ def _length(match: re.Match[str], scope: Scope) -> GuardFailure:
     try:
         value = scope.value(source)
     except LookupError:
-        return GuardFailure(kind="length", source=f"len({source})", before=was)
+        value = None
     if isinstance(value, Mapping) and not source.endswith("._modules"):
-        return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=f"{was} key{'' if was == '1' else 's'}", now=_shown_keys(value))
-    return GuardFailure(kind="length", source=f"len({source})", before=was, now=str(len(value)))
+        keys = scope.shown(f"list({source})")
+        return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=f"{was} key{'' if was == '1' else 's'}", now=keys)
+    now = scope.shown(f"len({source})")
+    if now is None and value is not None:  # no longer something with a length
+        return GuardFailure(kind="type", source=source, before=f"{was} entries", now=scope.shown(source))
+    return GuardFailure(kind="length", source=f"len({source})", before=was, now=now)
 
 
 def _empty(match: re.Match[str], scope: Scope) -> GuardFailure:
@@ -248,17 +245,8 @@ def _empty(match: re.Match[str], scope: Scope) -> GuardFailure:
 def _keys(match: re.Match[str], scope: Scope) -> GuardFailure:
     """`list(dict.keys(d))[0] == 'a'`; older versions compare the whole list."""
     source, place, was = match.group("source"), match.groupdict().get("place"), match.group("was").strip()
-    try:
-        now: str | None = _shown_keys(scope.value(source))
-    except LookupError:
-        now = None
     before = was if place is None else f"[{'' if place == '0' else '..., '}{was}, ...]"
-    return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=before, now=now)
-
-
-def _shown_keys(value: Mapping[str, object]) -> str:
-    text = repr(list(value)[:16])
-    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 3] + "..."
+    return GuardFailure(kind="dict keys", source=f"{source}.keys()", before=before, now=scope.shown(f"list({source})"))
 
 
 def _contains(match: re.Match[str], scope: Scope) -> GuardFailure:
@@ -278,7 +266,7 @@ def _equal(match: re.Match[str], scope: Scope) -> GuardFailure:
 
 
 def _value(source: str, was: str, scope: Scope) -> GuardFailure:
-    now = _now(source, scope)
+    now = scope.shown(source)
     kind = "training flag" if source.endswith(".training") else "python value"
     if "__closure__" in source:
         kind = "closure value"
@@ -298,7 +286,7 @@ def _condition(match: re.Match[str], scope: Scope) -> GuardFailure:
     """A guard on symbolic sizes: `(x.size()[0] % 4) == 0`, `11 <= x.size()[0]`."""
     condition = match.group(0)
     sizes = sorted(set(re.findall(r"[\w.\[\]'\"]+?\.(?:size|stride)\(\)\[\d+\]", condition)))
-    values = [_now(size, scope) for size in sizes]
+    values = [scope.shown(size) for size in sizes]
     now = ", ".join(f"{sized(size)} = {value}" for size, value in zip(sizes, values, strict=True)) if None not in values else None
     return GuardFailure(kind="shape condition", source=condition, before="true", now=f"false, {now}" if now else "false")
 

@@ -136,8 +136,8 @@ def start(gm: torch.fx.GraphModule, options: Any) -> Compilation:
     """
     with _lock:
         earlier = _ending.pop(threading.get_ident(), [])
-    recompiles.on_compile_end(_on_compile_end)
-    recompiles.on_recompile_limit(_on_recompile_limit)
+        recompiles.on_compile_end(_on_compile_end)
+        recompiles.on_recompile_limit(_on_recompile_limit)
     frame, caller = recompiles.current_frame(), find_caller()
     for other in earlier:  # another graph of the same compile (a backend may be called per DDP bucket): Dynamo's time counts once
         if frame.began is not None and other._compile_id == frame.compile_id and frame.began < other._started:

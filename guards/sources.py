@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
 import inspect
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -22,31 +25,53 @@ class Scope:
     caller: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def value(self, source: str) -> Any:
-        """What `source` is now; raises `LookupError` if it cannot be told."""
+        """What `source` is now.
+
+        Raises:
+            LookupError: it cannot be told.
+        """
         names = {**self.local, "L": self.local, "G": self.module_globals}
         try:
             return eval(source, {"__builtins__": {"len": len, "dict": dict, "list": list, "hasattr": hasattr, "type": type}}, names)
         except Exception as error:  # it runs the user's own properties, which may raise anything
             raise LookupError(source) from error
 
+    def shown(self, source: str) -> str | None:
+        """The value as text, None if it cannot be told."""
+        try:
+            return self._shown(source)
+        except LookupError:
+            return None
 
-def show(value: object) -> str:
-    """A value in few characters; tensors by dtype and shape, modules and other objects by class."""
+    def _shown(self, source: str) -> str:
+        value = self.value(source)
+        try:
+            return show(value)
+        except Exception as error:  # likewise the user's own __repr__
+            raise LookupError(source) from error
+
+
+def show(value: object, inside: bool = False) -> str:
+    """A value in few characters: tensors by dtype and shape, containers one level deep, modules and other objects by class."""
     if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__}({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)):
+        text = f"{type(value).__name__}({str(value.dtype).removeprefix('torch.')}{list(value.shape)})"
+    elif isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)):
         text = repr(value)
-    elif isinstance(value, (list, tuple, set, frozenset)) and len(value) <= 16:
-        text = f"{type(value).__name__}({', '.join(show(entry) for entry in value)})"
-    elif isinstance(value, Mapping):
-        text = f"keys {list(value)[:16]!r}"
+    elif isinstance(value, enum.Enum):
+        text = str(value)
+    elif isinstance(value, (list, tuple, set, frozenset)) and type(value) in _BRACKETS and not inside:
+        left, right = _BRACKETS[type(value)]
+        text = left + ", ".join(show(entry, True) for entry in itertools.islice(value, _MAX_ENTRIES)) + right
+    elif isinstance(value, dict) and not inside:
+        text = f"keys {show(list(itertools.islice(value, _MAX_ENTRIES)))}"
     elif isinstance(value, type) or callable(value) and not isinstance(value, torch.nn.Module):
         text = getattr(value, "__qualname__", type(value).__name__)
-    elif type(value).__module__ != "builtins" and isinstance(value, object) and hasattr(type(value), "__members__"):
-        text = str(value)
     else:
         text = type(value).__name__
     return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 3] + "..."
+
+
+_BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), frozenset: ("frozenset({", "})")}
 
 
 def user_source(source: str, scope: Scope) -> str:
@@ -111,16 +136,27 @@ def _callers_name(value: Any, caller: Mapping[str, Any]) -> str | None:
     if value is None or isinstance(value, (bool, int, float, str)):
         return None
     for name, candidate in caller.items():
-        if candidate is value or getattr(candidate, "_orig_mod", None) is value:
+        if candidate is value or _compiled_from(candidate) is value:
             return name
     for name, candidate in caller.items():
-        if isinstance(candidate, Mapping):
-            entries: list[tuple[Any, Any]] = list(candidate.items())
-        elif isinstance(candidate, (list, tuple)):
-            entries = list(enumerate(candidate))
-        else:
-            continue
-        for key, entry in entries[:64]:
+        for key, entry in _entries(candidate):
             if entry is value and isinstance(key, (str, int)):
                 return f'{name}["{key}"]' if isinstance(key, str) else f"{name}[{key}]"
     return None
+
+
+def _compiled_from(candidate: Any) -> Any:
+    """The module that `torch.compile` made an `OptimizedModule` of."""
+    return vars(candidate).get("_modules", {}).get("_orig_mod") if isinstance(candidate, torch.nn.Module) else None
+
+
+def _entries(candidate: Any) -> list[tuple[Any, Any]]:
+    """The first entries of a dict or list; other containers are left alone, for theirs may be read from a disk."""
+    if isinstance(candidate, collections.UserDict):  # such as the BatchEncoding of transformers
+        candidate = candidate.data
+    if isinstance(candidate, dict):
+        return list(itertools.islice(dict.items(candidate), _MAX_ENTRIES))
+    return list(enumerate(candidate[:_MAX_ENTRIES])) if type(candidate) in (list, tuple) else []
+
+
+_MAX_ENTRIES = 64

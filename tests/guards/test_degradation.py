@@ -170,3 +170,58 @@ def test_a_property_that_raises_is_no_trouble() -> None:
 
     failure = parse("0/0: c.k == 1", Scope({"c": Config()}, {}))
     assert (failure.kind, failure.before, failure.now) == ("python value", "1", None)
+
+
+class Odd(dict):  # type: ignore[type-arg]
+    """What a user may pass, at its worst."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("no entries")
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("no comparison")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ODD = [Odd(), [Odd()], None, 3, torch.nn.Linear(2, 2), object(), [[[1]]], "x" * 1000, float("nan"), {1: 2}, BATCH, range(5), type]
+
+
+def test_no_text_and_no_value_makes_it_raise() -> None:
+    """The diagnosis of a compile must not break the compile: all texts on all values, whole and cut anywhere."""
+    readings = [text.replace("{true}", str(id(True))).replace("{false}", "1") for text, _ in TEXTS]
+    readings += ["0/0: len(x) == 2", "0/0: not x", "0/0: hasattr(x, 'y')", "0/0: ___dict_contains('b', x)", "0/0: list(dict.keys(x))[0] == 'a'"]
+    readings += ["0/0: x.__closure__[0].cell_contents == 0", "0/0: CodeGuardAccessor: Not a function on x.__code__", "0/0: x is None"]
+    for value in ODD:
+        scope = Scope({"x": value, "fn": torch.nn.Linear(2, 2), "args": (value,), "kwargs": {}}, {}, {"mine": value, "all": [value], "odd": Odd()})
+        for text in readings:
+            for length in {len(text), *range(0, len(text), 7)}:
+                str(parse(text[:length], scope))
+
+
+def test_containers_of_the_caller_that_may_be_on_a_disk_are_not_read() -> None:
+    from collections import UserDict
+    from collections.abc import Iterator, Mapping
+
+    class OnDisk(Mapping):  # type: ignore[type-arg]
+        def __getitem__(self, key: object) -> object:
+            raise AssertionError("read")
+
+        def __iter__(self) -> Iterator[object]:
+            raise AssertionError("read")
+
+        def __len__(self) -> int:
+            raise AssertionError("read")
+
+    x = torch.ones(2, 23)
+    failure = parse("tensor 'x' size mismatch at index 1. expected 17, actual 23", Scope({"x": x}, {}, {"disk": OnDisk(), "batch": UserDict(ids=x)}))
+    assert failure.passed_as == 'batch["ids"].size(1)'

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import re
 import threading
 import time
 import weakref
@@ -348,3 +349,38 @@ def test_expect_no_recompiles_sees_the_limit(compiled: Compile) -> None:
     f(torch.ones(2))
     with pytest.raises(guards.UnexpectedRecompile, match="EAGER"), guards.expect_no_recompiles():
         f(torch.ones(2, dtype=torch.float64))
+
+
+def test_padding_to_the_buckets_of_the_remedy(compiled: Compile) -> None:
+    lengths = [17, 23, 31, 40, 47, 58, 61]
+    f = compiled(add_one, dynamic=False)
+    for length in lengths:
+        x = torch.ones(2, length)
+        f(x)
+    (cause,) = guards.report().causes
+    assert cause.shown_values == "17, 23, 31, ... 7 values"
+    found = re.search(r"pad to multiples of (\d+): (\d+) graphs", cause.remedy.text)
+    assert found is not None
+    records.clear()
+    torch._dynamo.reset()
+    multiple = int(found.group(1))
+    for length in lengths:
+        f(torch.ones(2, -(-length // multiple) * multiple))
+    assert len(records.all()) == int(found.group(2)) <= 4
+
+
+def test_a_backend_called_for_every_bucket_of_ddp() -> None:
+    """Several graphs of one compile: Dynamo's seconds are counted once."""
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        for _ in range(2):
+            compilation = records.start(gm, None)
+            with compilation.phase("aot"):
+                time.sleep(0.05)
+            compilation.finish(None)
+        return gm.forward
+
+    began = time.perf_counter()
+    torch.compile(add_one, backend=backend)(torch.ones(2))
+    assert sum(record.total_seconds for record in records.all()) < time.perf_counter() - began
+    assert [record.compile_id for record in records.all()] == ["0/0", "0/0"]
