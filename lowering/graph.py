@@ -156,6 +156,27 @@ class GraphLowering:
             value.name = node.name
             self.bind(node, self._stamp(value, node.meta["val"]))
 
+    def after_yield(self, values: Sequence[ir.Value], fakes: Sequence[Any]) -> list[ir.Value]:
+        """The values, each computed behind the `YieldOp`, if there is one.
+
+        A gradient that depends on no tangent, such as zeros, would be computed in the forward, where `TrainingAgent` cannot fetch it.
+        """
+        tangents: list[ir.Value] = []
+        behind: set[ir.Value] = set()
+        for node in self.graph:
+            if node.op_type == "YieldOp":
+                tangents = list(node.outputs)
+            if tangents and (node.op_type == "YieldOp" or not behind.isdisjoint(value for value in node.inputs if value is not None)):
+                behind.update(node.outputs)
+        if not tangents:
+            return list(values)
+        return [value if value in behind else self._behind(value, tangents[0], fake) for value, fake in zip(values, fakes, strict=True)]
+
+    def _behind(self, value: ir.Value, tangent: ir.Value, fake: Any) -> ir.Value:
+        """`value` in its own shape, which is made to wait for a tangent by none of the tangent's dimensions."""
+        nothing = self.op.Shape(tangent, start=0, end=0)
+        return self._stamp(self.op.Reshape(value, self.op.Concat(self.op.Shape(value), nothing, axis=0), allowzero=1), fake)
+
     def value(self, node: Any) -> Any:
         """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
         if not isinstance(node, fx.Node):

@@ -156,7 +156,7 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
 def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node]) -> tuple[tuple[Output, ...], list[fx.Node]]:
     collected = _Results(lowering, arguments)
     outputs = tuple(collected.add(node) for node in results)
-    for value in collected.values:
+    for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
         lowering.add_output(value, value.name)
     return outputs, collected.nodes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class Session:
         provider = (config.provider, {key: str(value) for key, value in config.provider_options.items()})
         try:
             self.session = ort.InferenceSession(
-                ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider], disabled_optimizers=_harmful_fusions(model)
+                ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider], disabled_optimizers=_harmful_optimizers(model)
             )
         except ORT_ERRORS as error:
             raise SessionError(f"ONNX Runtime rejects the graph {model.graph.name!r}: {error}") from error
@@ -100,13 +101,36 @@ class Session:
             registration.release()
 
 
-def _harmful_fusions(model: ir.Model) -> list[str]:
+def _harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
+    large tensors of zeros (to which an embedding's gradient is added) for the life of the session.
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
-    return ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    if _has_large_fill(model) or _has_constant_output(model):
+        harmful.append("ConstantFolding")
+    return harmful
+
+
+_LARGE = 1 << 20  # elements
+
+
+def _has_large_fill(model: ir.Model) -> bool:
+    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
+    return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
+
+
+def _has_constant_output(model: ir.Model) -> bool:
+    """Whether an output depends on no input, or on the shape of one at most."""
+    varying = set(model.graph.inputs)
+    for node in model.graph:
+        reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
+        if reads_values or node.op_type == "YieldOp":
+            varying.update(node.outputs)
+    return any(value not in varying for value in model.graph.outputs)
 
 
 def failure(error: Exception) -> BaseException:
