@@ -97,7 +97,16 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
 
 
 def _backward(
-    op: Any, grad_out: ir.Value, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool
+    op: Any,
+    grad_out: ir.Value,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    dropout_p: float,
+    is_causal: bool,
+    mask: Any,
+    scale: Any,
+    fused: bool,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The probabilities are computed again: they are larger than everything else that attention would have to keep."""
     if dropout_p:
@@ -123,26 +132,30 @@ def _backward(
 @register(aten._scaled_dot_product_flash_attention_for_cpu.default, requires=_FUSED)
 def flash_attention_fused(op, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     """_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *,
-    Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"""
+    Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)
+    """
     return _forward(op, query, key, value, dropout_p, is_causal, attn_mask, scale, True)
 
 
 @register(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def flash_attention(op, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     """_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0.0, bool is_causal=False, *,
-    Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"""
+    Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)
+    """
     return _forward(op, query, key, value, dropout_p, is_causal, attn_mask, scale, False)
 
 
 @register(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, requires=(*_FUSED, "com.microsoft::SoftmaxGrad_13"))
 def flash_attention_backward_fused(op, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
     """_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out,
-    Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)"""
+    Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)
+    """
     return _backward(op, grad_out, query, key, value, dropout_p, is_causal, attn_mask, scale, True)
 
 
 @register(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def flash_attention_backward(op, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None):
     """_scaled_dot_product_flash_attention_for_cpu_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out,
-    Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)"""
+    Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)
+    """
     return _backward(op, grad_out, query, key, value, dropout_p, is_causal, attn_mask, scale, False)

@@ -40,7 +40,8 @@ def _attributes(weight: ir.Value, stride: Any, padding: Any, dilation: Any, grou
 @register(aten.convolution.default, promote="output")
 def convolution(op, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,
-    SymInt[] output_padding, SymInt groups) -> Tensor"""
+    SymInt[] output_padding, SymInt groups) -> Tensor
+    """
     attributes = _attributes(weight, stride, padding, dilation, groups)
     inputs = (input, weight) if bias is None else (input, weight, bias)
     if not transposed:
@@ -49,9 +50,12 @@ def convolution(op, input, weight, bias, stride, padding, dilation, transposed, 
 
 
 @register(aten.convolution_backward.default, requires=("com.microsoft::ConvGrad",))
-def convolution_backward(op, grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+def convolution_backward_fused(
+    op, grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask
+):
     """convolution_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, SymInt[] padding,
-    SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     attributes = _attributes(weight, stride, padding, dilation, groups)
     if not transposed:
         bias = ir.Value(type=weight.type, shape=ir.Shape([weight.shape[0]]))
@@ -63,6 +67,54 @@ def convolution_backward(op, grad_output, input, weight, bias_sizes, stride, pad
     if output_mask[1]:
         _, grad_weight, _ = microsoft(op, "ConvGrad", input, grad_output, weight, like=[None, weight, None], **attributes)
     return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
+
+
+@register(aten.convolution_backward.default)
+def convolution_backward(op, grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
+    """convolution_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, SymInt[] padding,
+    SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
+    attributes = _attributes(weight, stride, padding, dilation, groups)
+    grad_input = grad_weight = None
+    if output_mask[0]:
+        grad_input = op.Conv(grad_output, weight, **attributes) if transposed else _input_gradient(op, grad_output, input, weight, attributes)
+    if output_mask[1]:
+        over, of = (input, grad_output) if transposed else (grad_output, input)
+        grad_weight = _weight_gradient(op, over, of, weight, attributes)
+    return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
+
+
+def _input_gradient(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, attributes: dict[str, Any]) -> ir.Value:
+    """The transposed convolution, without padding and as long as a stride can make it, cut to the input's size."""
+    spatial = len(attributes["strides"])
+    pads = attributes["pads"][:spatial]
+    longest = {**attributes, "pads": [0] * (2 * spatial), "output_padding": [stride - 1 for stride in attributes["strides"]]}
+    full = op.ConvTranspose(grad_output, weight, **longest)
+    ends = op.Add(op.Shape(input, start=2), int64s(op, pads))
+    return op.Slice(full, int64s(op, pads), ends, int64s(op, range(2, 2 + spatial)))
+
+
+def _weight_gradient(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, attributes: dict[str, Any]) -> ir.Value:
+    """A convolution in which batch and channels have changed places, and strides and dilations too."""
+    groups, kernel = attributes["group"], attributes["kernel_shape"]
+    spatial = len(kernel)
+    flipped = {"strides": attributes["dilations"], "dilations": attributes["strides"], "pads": attributes["pads"], "group": groups}
+    made = op.Conv(_channels_first(op, input, groups, True), _channels_first(op, grad_output, groups, False), **flipped)
+    # A stride that does not divide the input leaves rows behind the kernel's own.
+    cut = op.Slice(made, int64s(op, [0] * spatial), int64s(op, kernel), int64s(op, range(2, 2 + spatial)))
+    return op.Transpose(cut, perm=[1, 0, *range(2, 2 + spatial)])
+
+
+def _channels_first(op: Any, tensor: ir.Value, groups: int, groups_inside: bool) -> ir.Value:
+    """(N, groups channels, ...) as (channels, groups N, ...), or as (groups channels, N, ...)."""
+    spatial = list(range(2, tensor.shape.rank()))  # type: ignore[union-attr]
+    if groups == 1 or not groups_inside:
+        return op.Transpose(tensor, perm=[1, 0, *spatial])
+    rest = op.Shape(tensor, start=2)
+    split = op.Reshape(tensor, op.Concat(int64s(op, [0, groups, -1]), rest, axis=0))
+    swapped = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in spatial)])
+    channels = tensor.shape[1] // groups  # type: ignore[index, operator]
+    return op.Reshape(swapped, op.Concat(int64s(op, [channels, -1]), rest, axis=0))
 
 
 def _bias_gradient(op: Any, grad_output: ir.Value) -> ir.Value:

@@ -76,7 +76,9 @@ def nll_loss_forward(op, self, target, weight, reduction, ignore_index):
 
 @register(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(op, grad_output, self, target, weight, reduction, ignore_index, total_weight):
-    """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, Tensor total_weight) -> Tensor"""
+    """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index,
+    Tensor total_weight) -> Tensor
+    """
     index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
     if reduction == _MEAN:
         grad_output = op.Div(grad_output, total_weight)
@@ -89,5 +91,3 @@ def nll_loss_backward(op, grad_output, self, target, weight, reduction, ignore_i
     result = row.add_to(op, typed(zeros, self.dtype, self.shape))
     result.meta["row_gradient"] = row
     return result
-
-

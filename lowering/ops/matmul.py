@@ -37,7 +37,6 @@ def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Val
     return op.Mul(tensor, scalar_like(op, factor, tensor))
 
 
-
 def _has_gemm(left: ir.Value) -> bool:
     """Whether Gemm takes a product with this left side: it refuses integers, and to sum over nothing."""
     return left.dtype in _FLOATS and left.shape[-1] != 0  # type: ignore[index]

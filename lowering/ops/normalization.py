@@ -68,7 +68,8 @@ def _layer_norm(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bi
 @register(aten.native_layer_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))
 def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
-    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     _refuse_double(input)
     scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     # The kernel writes all three.
@@ -79,7 +80,8 @@ def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean
 @register(aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(op, grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
-    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     inner = list(range(-len(normalized_shape), 0))
     outer = list(range(input.shape.rank() - len(normalized_shape)))
     normal = op.Mul(op.Sub(input, mean), rstd)
@@ -179,7 +181,9 @@ def _nothing(op: Any, like: ir.Value) -> ir.Value:
     return constant(op, np.zeros([0]), like.dtype)  # type: ignore[arg-type]
 
 
-def _functional(statistics: Any, op: Any, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float) -> Any:
+def _functional(
+    statistics: Any, op: Any, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
     if not training:
         none = _nothing(op, input)
         return _inference(op, input, weight, bias, mean, var, eps), none, none, op.Identity(mean), op.Identity(var)
@@ -190,21 +194,24 @@ def _functional(statistics: Any, op: Any, input: Any, weight: Any, bias: Any, me
 @register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",))
 def native_batch_norm_functional_fused(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)"""
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
+    """
     return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @register(aten._native_batch_norm_legit_functional.default)
 def native_batch_norm_functional(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)"""
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
+    """
     return _functional(_batch_norm, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @register(aten._native_batch_norm_legit.no_stats)
 def native_batch_norm_no_stats(op, input, weight, bias, training, momentum, eps):
     """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
-    (Tensor, Tensor, Tensor)"""
+    (Tensor, Tensor, Tensor)
+    """
     out, mean, _, rstd = _batch_norm(op, input, weight, bias, None, None, eps)
     return out, mean, rstd
 
@@ -212,7 +219,8 @@ def native_batch_norm_no_stats(op, input, weight, bias, training, momentum, eps)
 @register(aten._native_batch_norm_legit_no_training.default)
 def native_batch_norm_no_training(op, input, weight, bias, running_mean, running_var, momentum, eps):
     """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor)"""
+    float momentum, float eps) -> (Tensor, Tensor, Tensor)
+    """
     none = _nothing(op, input)
     return _inference(op, input, weight, bias, running_mean, running_var, eps), none, none
 
@@ -220,20 +228,20 @@ def native_batch_norm_no_training(op, input, weight, bias, running_mean, running
 @register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",))
 def native_batch_norm_backward_fused(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
-    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     if not train:
         raise Unsupported("the kernel differentiates through the statistics of the batch")
     scale, _ = _affine(op, input, weight, None)
-    results = microsoft(
-        op, "BatchNormalizationGrad", grad_out, input, scale, save_mean, save_invstd, like=(input, scale, scale), epsilon=eps
-    )
+    results = microsoft(op, "BatchNormalizationGrad", grad_out, input, scale, save_mean, save_invstd, like=(input, scale, scale), epsilon=eps)
     return [result if wanted else None for result, wanted in zip(results, output_mask)]
 
 
 @register(aten.native_batch_norm_backward.default)
 def native_batch_norm_backward(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
-    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     axes = _other_dims(input)
     mean = save_mean if train else running_mean
     invstd = save_invstd if train else _rsqrt(op, running_var, eps)
@@ -268,7 +276,8 @@ def _ones_behind(op: Any, grouped: ir.Value) -> ir.Value:
 @register(aten.native_group_norm.default)
 def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
     """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) ->
-    (Tensor, Tensor, Tensor)"""
+    (Tensor, Tensor, Tensor)
+    """
     grouped = _grouped(op, input, N, group)
     if input.dtype == ir.DataType.DOUBLE:
         out, mean, rstd = _layer_norm(op, grouped, 1, None, None, eps)
@@ -300,7 +309,8 @@ def _group_norm_affine(op: Any, grad_out: Any, x: Any, mean: Any, rstd: Any, inp
 @register(aten.native_group_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))
 def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
-    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     _refuse_double(input)
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
     mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
@@ -315,7 +325,8 @@ def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N,
 @register(aten.native_group_norm_backward.default)
 def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
-    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)"""
+    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
     mean, rstd = (op.Unsqueeze(value, int64s(op, [2])) for value in (mean, rstd))
     grad_input = None

@@ -73,14 +73,16 @@ def _max_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any]) -> 
 @register(aten.max_pool2d_with_indices.default)
 def max_pool2d_with_indices(op, self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
     """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) ->
-    (Tensor, Tensor)"""
+    (Tensor, Tensor)
+    """
     return _max_pool(op, self, 2, _window(self, 2, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
 
 
 @register(aten.max_pool3d_with_indices.default)
 def max_pool3d_with_indices(op, self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
     """max_pool3d_with_indices(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool ceil_mode=False) ->
-    (Tensor, Tensor)"""
+    (Tensor, Tensor)
+    """
     return _max_pool(op, self, 3, _window(self, 3, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
 
 
@@ -93,7 +95,8 @@ def _scatter(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.Value, 
     size = op.Shape(self)
     flat = indices.meta.get("flat_indices")
     if flat is not None:
-        grad, index, shape, axis = op.Reshape(grad_output, int64s(op, [-1])), op.Reshape(flat, int64s(op, [-1])), op.Unsqueeze(op.Size(self), int64s(op, [0])), 0
+        grad, index = (op.Reshape(tensor, int64s(op, [-1])) for tensor in (grad_output, flat))
+        shape, axis = op.Unsqueeze(op.Size(self), int64s(op, [0])), 0
     else:
         lead = op.Shape(self, start=0, end=-spatial)
         rows = op.Concat(lead, int64s(op, [-1]), axis=0)
@@ -106,14 +109,16 @@ def _scatter(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.Value, 
 @register(aten.max_pool2d_with_indices_backward.default, promote="output", keep=("indices",))
 def max_pool2d_with_indices_backward(op, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation,
-    bool ceil_mode, Tensor indices) -> Tensor"""
+    bool ceil_mode, Tensor indices) -> Tensor
+    """
     return _scatter(op, grad_output, self, indices, 2)
 
 
 @register(aten.max_pool3d_with_indices_backward.default, promote="output", keep=("indices",))
 def max_pool3d_with_indices_backward(op, grad_output, self, kernel_size, stride, padding, dilation, ceil_mode, indices):
     """max_pool3d_with_indices_backward(Tensor grad_output, Tensor self, int[3] kernel_size, int[3] stride, int[3] padding, int[3] dilation,
-    bool ceil_mode, Tensor indices) -> Tensor"""
+    bool ceil_mode, Tensor indices) -> Tensor
+    """
     return _scatter(op, grad_output, self, indices, 3)
 
 
@@ -142,7 +147,8 @@ def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], cou
 @register(aten.avg_pool2d.default)
 def avg_pool2d(op, self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     """avg_pool2d(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True,
-    int? divisor_override=None) -> Tensor"""
+    int? divisor_override=None) -> Tensor
+    """
     window = _window(self, 2, kernel_size, stride, _list(padding), [1], ceil_mode)
     return _avg_pool(op, self, 2, window, count_include_pad, divisor_override)
 
@@ -150,7 +156,8 @@ def avg_pool2d(op, self, kernel_size, stride=(), padding=0, ceil_mode=False, cou
 @register(aten.avg_pool3d.default)
 def avg_pool3d(op, self, kernel_size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None):
     """avg_pool3d(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, bool count_include_pad=True,
-    int? divisor_override=None) -> Tensor"""
+    int? divisor_override=None) -> Tensor
+    """
     window = _window(self, 3, kernel_size, stride, _list(padding), [1], ceil_mode)
     return _avg_pool(op, self, 3, window, count_include_pad, divisor_override)
 
@@ -195,7 +202,8 @@ def _counts(sizes: list[int], pooled: list[int], kernel: list[int], strides: lis
 @register(aten.avg_pool2d_backward.default, promote="output")
 def avg_pool2d_backward(op, grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
     """avg_pool2d_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, bool ceil_mode,
-    bool count_include_pad, int? divisor_override) -> Tensor"""
+    bool count_include_pad, int? divisor_override) -> Tensor
+    """
     window = _window(self, 2, kernel_size, stride, _list(padding), [1], ceil_mode)
     return _avg_pool_backward(op, grad_output, self, 2, window, count_include_pad, divisor_override)
 
@@ -203,7 +211,8 @@ def avg_pool2d_backward(op, grad_output, self, kernel_size, stride, padding, cei
 @register(aten.avg_pool3d_backward.default, promote="output")
 def avg_pool3d_backward(op, grad_output, self, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override):
     """avg_pool3d_backward(Tensor grad_output, Tensor self, int[3] kernel_size, int[3] stride, int[3] padding, bool ceil_mode,
-    bool count_include_pad, int? divisor_override) -> Tensor"""
+    bool count_include_pad, int? divisor_override) -> Tensor
+    """
     window = _window(self, 3, kernel_size, stride, _list(padding), [1], ceil_mode)
     return _avg_pool_backward(op, grad_output, self, 3, window, count_include_pad, divisor_override)
 
