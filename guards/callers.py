@@ -48,17 +48,21 @@ def find_caller() -> Caller:
 
 
 def _step_variable(frame: types.FrameType | None) -> int | None:
-    for _ in range(30):
-        if frame is None:
-            return None
+    """The value of the first name of `STEP_NAMES` that the caller or a function around it has: a `step` far out goes before an `i` near by."""
+    around: list[dict[str, Any]] = []
+    while frame is not None and len(around) < _MAX_FRAMES:
         if not recompiles.is_torch(frame.f_code.co_filename):
-            variables = _variables(frame)
-            for name in STEP_NAMES:
-                value = variables.get(name)
-                if isinstance(value, int) and not isinstance(value, bool):
-                    return value
+            around.append(_variables(frame))
         frame = frame.f_back
+    for name in STEP_NAMES:
+        for variables in around:
+            value = variables.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
     return None
+
+
+_MAX_FRAMES = 20
 
 
 def _variables(frame: types.FrameType) -> dict[str, Any]:

@@ -310,7 +310,7 @@ _READERS: tuple[tuple[str, Callable[[re.Match[str], Scope], GuardFailure]], ...]
     (r"tensor '(.+)' dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)", _dispatch_keys),
     (r"expected type of '(.+?)' to be a tensor type, ' but found (.+)", _not_tensor),
     (r"Duplicate tensors? found:? ?(?:where not expected!)? ?(.*)", _duplicate),
-    (r"BACKEND_MATCH|___check_current_backend|Unexpected recompilation", _plain("backend", "backend")),
+    (r"BACKEND_MATCH|___check_current_backend", _plain("backend", "backend")),
     (r"Cache line invalidated", _plain("deallocated")),
     (r"___check_torch_function_mode_stack\(\)|utils_device\.CURRENT_DEVICE", _plain("torch function mode", "torch.get_default_device()")),
     (r"\w+ ?: Not a function on (.+)", _not_function),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 from ort_backend.guards import diagnosis, journal, records
 from ort_backend.guards.__main__ import main
+from ort_backend.options import CompileOptions
 
 MakeBackend = Callable[..., Callable[..., Any]]
 
@@ -65,6 +67,20 @@ def test_the_file_says_what_memory_says(run_log: Path) -> None:
     assert [dict(record.seconds) for record in told.records] == [dict(record.seconds) for record in kept.records]
     assert str(told) == str(kept)
     assert told.records[0].graph_report == {"nodes": 3}
+
+
+def test_the_option_of_the_backend(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    if "guard_log" not in {field.name for field in dataclasses.fields(CompileOptions)}:
+        pytest.skip("CompileOptions has no guard_log yet")
+    log = tmp_path / "run.jsonl"
+    f = torch.compile(torch.nn.Linear(2, 2), backend="ort_training", options={"guard_log": str(log)})
+    for size in (2, 3):
+        f(torch.ones(size, 2)).sum().backward()
+    told = diagnosis.from_journals([str(log)])
+    assert [record.recompile for record in told.records] == [False, True]
+    assert {"dynamo", "aot", "lowering", "session"} <= set(told.records[0].seconds)
+    assert isinstance(told.records[0].graph_report, dict) and told.records[0].graph_report["fx_nodes"] > 0
 
 
 def test_every_line_is_an_object_by_itself(run_log: Path) -> None:

@@ -322,7 +322,11 @@ def test_steps(compiled: Compile) -> None:
         f(torch.ones(2 + step // 3))
     assert [record.step for record in records.all()] == [0, 3]
     records.clear()
-    del step
+    for i in range(2):  # the step goes before a loop over layers within it
+        f(torch.ones(20 + i))
+    assert [record.step for record in records.all()] == [5, 5]
+    records.clear()
+    del step, i
     for batch in guards.steps([torch.ones(7), torch.ones(7), torch.ones(8)]):
         f(batch)
     assert [record.step for record in records.all()] == [0, 2]
