@@ -115,13 +115,18 @@ def addbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
 @register(aten.mv.default, promote="output")
 def mv(op, self, vec):
     """mv(Tensor self, Tensor vec) -> Tensor"""
-    return op.MatMul(self, vec)
+    return _times_vector(op, self, vec)
 
 
 @register(aten.addmv.default, promote="output")
 def addmv(op, self, mat, vec, *, beta=1, alpha=1):
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _plus(op, self, op.MatMul(mat, vec), beta, alpha)
+    return _plus(op, self, _times_vector(op, mat, vec), beta, alpha)
+
+
+def _times_vector(op: Any, matrix: ir.Value, vector: ir.Value) -> ir.Value:
+    """A column instead of a vector: into a product with a vector, ONNX Runtime 1.19.2 fuses the matrix's transpose wrongly."""
+    return op.Squeeze(mm(op, matrix, op.Unsqueeze(vector, int64s(op, [1]))), int64s(op, [1]))
 
 
 @register(aten.dot.default, aten.vdot.default, promote="output")
