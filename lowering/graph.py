@@ -225,6 +225,8 @@ class GraphLowering:
         if node.target in _CARRIER_VIEWS:
             return self.value(node.args[0])
         reason = self._not_native(node)
+        if reason is None and is_random(node):
+            reason = "a random draw that cannot be made before the graph runs, since it or one before it depends on computed values"
         if reason is None:
             result, reason = self._by_lowering(node)
             if reason is None:

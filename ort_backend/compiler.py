@@ -30,6 +30,9 @@ from ort_backend.verify import verified
 
 log = logging.getLogger(__name__)
 
+# What a warning has said already: (operator, reason).
+_warned: set[tuple[str, str]] = set()
+
 Boxed = Callable[[list[Any]], Any]
 
 
@@ -153,6 +156,13 @@ class _Compilation:
         kind = "inference" if self._training is None else "training"
         made = graph_report.add(self.name, kind, self._compilation.function, self._lowered, seconds, self._counts)
         log.info("%s", made.summary())
+        for one in made.outside:
+            if (one.operator, one.reason) not in _warned:
+                _warned.add((one.operator, one.reason))
+                log.warning(
+                    "%s runs in PyTorch, inside the ONNX Runtime session (PythonOp, %d times in %s): %s%s",
+                    *(one.operator, one.count, self.name, one.reason, f". First at {one.where}" if one.where else ""),
+                )
         return made
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:

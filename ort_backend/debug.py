@@ -95,7 +95,7 @@ def _recipe(value: Any) -> str:
     shape = [_hint(size) for size in value.shape]
     tail = f"dtype={value.dtype}, device={str(value.device)!r}"
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        return f"torch.randn({shape}, {tail}).requires_grad_({value.requires_grad})"
+        return f"torch.randn({shape}, {tail}).mul_(0.1).requires_grad_({value.requires_grad})"
     if value.dtype == torch.bool:
         return f"torch.rand({shape}).lt(0.5).to({value.device.type!r})"
     return f"torch.randint(0, 2, {shape}, {tail})"

@@ -12,6 +12,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.session import ORT_ERRORS, Session, failure
 
 
@@ -44,19 +45,25 @@ class InferenceGraph:
         self._devices = [ort_device(device) for device in plan.fetch_devices]
         self._run_options = ort.RunOptions()
         self._counts = counts
-        if session is not None:
-            self._inputs, self._outputs = session.inputs, session.outputs
-            self._sess = session.session._sess
+        self._owner = Owner(self.release)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         self._counts.forward += 1
+        self._owner.watch(args)
         everything = [*args, *(draw(args) for draw in self._draws)] if self._draws else args
         fetches = C.OrtValueVector()
-        if self._session is not None:
+        session = self._session
+        if session is not None:
+            run = session.open().run_with_ortvaluevector
             try:
-                self._sess.run_with_ortvaluevector(self._run_options, self._inputs, self._feed(everything), self._outputs, fetches, self._devices)
+                run(self._run_options, session.inputs, self._feed(everything), session.outputs, fetches, self._devices)
             except ORT_ERRORS as error:
                 raise failure(error) from None
         results = self._fetch(fetches, everything)
         args.clear()
         return results
+
+    def release(self) -> None:
+        """Closes the session until the next call."""
+        if self._session is not None:
+            self._session.close()

@@ -74,63 +74,39 @@ class SessionConfig:
 
 
 class Session:
-    """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes."""
+    """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes. It can be closed, and opened again."""
 
     def __init__(self, model: ir.Model, config: SessionConfig, functions: Mapping[str, Callable[..., Sequence[torch.Tensor]]]) -> None:
         self._registrations = [Registration(name, function) for name, function in functions.items()]
-        provider = (config.provider, {key: str(value) for key, value in config.provider_options.items()})
-        try:
-            self.session = ort.InferenceSession(
-                ir.to_proto(model).SerializeToString(), config.make_options(), providers=[provider], disabled_optimizers=_harmful_optimizers(model)
-            )
-        except ORT_ERRORS as error:
-            raise SessionError(f"ONNX Runtime rejects the graph {model.graph.name!r}: {error}") from error
+        self._model = ir.to_proto(model).SerializeToString()
+        self._name = model.graph.name
+        self._config = config
+        self.inputs = [str(value.name) for value in model.graph.inputs]
+        self.outputs = [str(value.name) for value in model.graph.outputs]
+        self._open: ort.InferenceSession | None = None
+        self.open()
 
-    @property
-    def inputs(self) -> list[str]:
-        """Names of the graph's inputs, in order."""
-        return [value.name for value in self.session.get_inputs()]
+    def open(self) -> Any:
+        """ONNX Runtime's own session object, made if there is none.
 
-    @property
-    def outputs(self) -> list[str]:
-        """Names of the graph's outputs, in order."""
-        return [value.name for value in self.session.get_outputs()]
+        Raises:
+            SessionError: ONNX Runtime rejects the model.
+        """
+        if self._open is None:
+            provider = (self._config.provider, {key: str(value) for key, value in self._config.provider_options.items()})
+            try:
+                self._open = ort.InferenceSession(self._model, self._config.make_options(), providers=[provider])
+            except ORT_ERRORS as error:
+                raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
+        return self._open._sess
+
+    def close(self) -> None:
+        """Gives the session's memory back, once nothing that it made is in use."""
+        self._open = None
 
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
             registration.release()
-
-
-def _harmful_optimizers(model: ir.Model) -> list[str]:
-    """Graph optimizers of ONNX Runtime that break this graph.
-
-    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
-    ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
-    large tensors of zeros (to which an embedding's gradient is added) for the life of the session.
-    """
-    products = (node for node in model.graph if node.op_type == "MatMul")
-    harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
-    if _has_large_fill(model) or _has_constant_output(model):
-        harmful.append("ConstantFolding")
-    return harmful
-
-
-_LARGE = 1 << 20  # elements
-
-
-def _has_large_fill(model: ir.Model) -> bool:
-    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
-    return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
-
-
-def _has_constant_output(model: ir.Model) -> bool:
-    """Whether an output depends on no input, or on the shape of one at most."""
-    varying = set(model.graph.inputs)
-    for node in model.graph:
-        reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
-        if reads_values or node.op_type == "YieldOp":
-            varying.update(node.outputs)
-    return any(value not in varying for value in model.graph.outputs)
 
 
 def failure(error: Exception) -> BaseException:

@@ -16,6 +16,7 @@ from onnxruntime.capi import _pybind_state as C
 from ort_backend.errors import OrtBackendError
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.session import ORT_ERRORS, Session, failure
 
 
@@ -55,14 +56,28 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("args", "guard", "state", "undefined", "versions")
+    __slots__ = ("agent", "args", "guard", "state", "undefined", "versions")
 
-    def __init__(self, state: Any, args: list[Any], versions: list[int]) -> None:
+    def __init__(self, agent: _Agent, state: Any, args: list[Any], versions: list[int]) -> None:
+        self.agent = agent
         self.state = state
         self.args: list[Any] | None = args
         self.versions = versions
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
         self.guard: Any = None
+
+
+class _Agent:
+    """ONNX Runtime's agent and the session that it works on, which it does not keep alive itself."""
+
+    __slots__ = ("_session", "run_backward", "run_forward")
+
+    def __init__(self, session: Session, plan: TrainingPlan) -> None:
+        self._session = session.open()
+        devices = [[ort_device(device) for device in some] for some in (plan.yield_devices, plan.gradient_devices)]
+        gradients = session.outputs[: len(plan.gradient_devices)]
+        agent = C.TrainingAgent(self._session, session.inputs, devices[0], gradients, devices[1], 0)
+        self.run_forward, self.run_backward = agent.run_forward, agent.run_backward
 
 
 class _Latest(threading.local):
@@ -86,27 +101,26 @@ class TrainingGraph:
         self._runs: dict[int, _Run] = {}
         self._tokens = itertools.count()
         self._latest = _Latest()
+        every = frozenset(range(len(plan.tangents)))
+        # Whether some gradient depends on some of the tangents only, so that `watch_undefined` is needed.
+        self.gradients_may_be_undefined = plan.tangent_outputs is not None and any(needs and needs != every for needs in plan.depends_on)
         self._counts = counts
-        self._agent = C.TrainingAgent(
-            session.session._sess,
-            session.inputs,
-            [ort_device(device) for device in plan.yield_devices],
-            session.outputs[: len(plan.gradient_devices)],
-            [ort_device(device) for device in plan.gradient_devices],
-            0,
-        )
+        self._agent: _Agent | None = _Agent(session, plan)
+        self._owner = Owner(self.release)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Runs up to the `YieldOp`. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""
         self._counts.forward += 1
         plan = self._plan
+        self._owner.watch(args)
         everything = [*args, *(draw(args) for draw in plan.draws)]
-        state, fetches = self._advance(everything)
+        agent, state, fetches = self._advance(everything)
         results = self._fetch(fetches, everything)
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
-        run = _Run(state, everything, [everything[i]._version for i in plan.replayed])
+        run = _Run(agent, state, everything, [everything[i]._version for i in plan.replayed])
         results.append(self._token(run))
-        self._latest.run = run
+        if self.gradients_may_be_undefined:
+            self._latest.run = run
         args.clear()
         return results
 
@@ -129,7 +143,7 @@ class TrainingGraph:
             run.args = None
         fetches = C.OrtValueVector()
         try:
-            self._agent.run_backward(self._feed_tangents(tangents), fetches, state)
+            run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
         except ORT_ERRORS as error:
             raise failure(error) from None
         gradients = self._fetch_gradients(fetches, tangents)
@@ -155,20 +169,22 @@ class TrainingGraph:
 
             node.register_prehook(note)
 
-    @property
-    def gradients_may_be_undefined(self) -> bool:
-        """Whether some gradient depends on some of the tangents only, so that `watch_undefined` is needed."""
-        every = frozenset(range(len(self._plan.tangents)))
-        return self._plan.tangent_outputs is not None and any(needs and needs != every for needs in self._plan.depends_on)
+    def release(self) -> None:
+        """Closes the session until the next forward; forwards that wait for their backward keep it until then."""
+        self._agent = None
+        self._session.close()
 
-    def _advance(self, everything: list[Any]) -> tuple[Any, Any]:
-        """Runs the session up to the `YieldOp`: its state there, and what it hands out."""
+    def _advance(self, everything: list[Any]) -> tuple[_Agent, Any, Any]:
+        """Runs the session up to the `YieldOp`: the agent that did, the state there, and what is handed out."""
         state, fetches = C.PartialGraphExecutionState(), C.OrtValueVector()
+        if self._agent is None:
+            self._agent = _Agent(self._session, self._plan)
+        agent = self._agent
         try:
-            self._agent.run_forward(self._feed(everything), fetches, state, None)
+            agent.run_forward(self._feed(everything), fetches, state, None)
         except ORT_ERRORS as error:
             raise failure(error) from None
-        return state, fetches
+        return agent, state, fetches
 
     def _replay(self, run: _Run) -> Any:
         """A second backward over one forward: the first used the state up, so that the forward runs again over the same memory."""
@@ -180,7 +196,7 @@ class TrainingGraph:
                     "a second backward runs the forward again, but one of the tensors needed for it has been modified by an inplace operation: "
                     f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
                 )
-        state, _ = self._advance(run.args)
+        run.agent, state, _ = self._advance(run.args)
         return state
 
     def _token(self, run: _Run) -> torch.Tensor:
