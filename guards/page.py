@@ -65,8 +65,10 @@ def timeline(records: Sequence[CompileRecord], width: int = 1000, height: int = 
         return left + 6 + (place - low) / ((high - low) or 1.0) * (right - left - 12)
 
     bars, points, sum_lost = [], [f"{left},{bottom}"], 0.0
+    beside: dict[float, int] = {}  # compiles of one step stand side by side
     for record, place in sorted(zip(records, places, strict=True), key=lambda pair: pair[1]):
-        x, tall = across(place), record.total_seconds / most * (bottom - top)
+        beside[place] = beside.get(place, -1) + 1
+        x, tall = min(across(place) + 5 * beside[place], right), record.total_seconds / most * (bottom - top)
         if record.recompile:
             points.append(f"{x:.1f},{bottom - sum_lost / lost * (bottom - top):.1f}")
             sum_lost += record.total_seconds
@@ -80,7 +82,7 @@ def timeline(records: Sequence[CompileRecord], width: int = 1000, height: int = 
     ends = (f"{low:.0f}", f"{high:.0f}") if by_step else (f"{low:.1f}", f"{high:.1f}")
     lost_label = f'<text x="{right + 4}" y="{top + 4}">{lost:.1f} s</text>' if sum_lost else ""
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Compiles over {unit}s">'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Compiles by {unit}">'
         f'<line class="axis" x1="{left}" y1="{bottom}" x2="{right}" y2="{bottom}"/>'
         f'<line class="axis" x1="{left}" y1="{top}" x2="{left}" y2="{bottom}"/>'
         f'<text x="{left - 4}" y="{top + 4}" text-anchor="end">{most:.1f} s</text>{lost_label}'
