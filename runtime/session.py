@@ -80,6 +80,7 @@ class Session:
         self._registrations = [Registration(name, function) for name, function in functions.items()]
         self._model = ir.to_proto(model).SerializeToString()
         self._name = model.graph.name
+        self._disabled = _harmful_optimizers(model)
         self._config = config
         self.inputs = [str(value.name) for value in model.graph.inputs]
         self.outputs = [str(value.name) for value in model.graph.outputs]
@@ -95,7 +96,7 @@ class Session:
         if self._open is None:
             provider = (self._config.provider, {key: str(value) for key, value in self._config.provider_options.items()})
             try:
-                self._open = ort.InferenceSession(self._model, self._config.make_options(), providers=[provider])
+                self._open = ort.InferenceSession(self._model, self._config.make_options(), providers=[provider], disabled_optimizers=self._disabled)
             except ORT_ERRORS as error:
                 raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
         return self._open._sess
@@ -107,6 +108,38 @@ class Session:
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
             registration.release()
+
+
+def _harmful_optimizers(model: ir.Model) -> list[str]:
+    """Graph optimizers of ONNX Runtime that break this graph.
+
+    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
+    large tensors of zeros (to which an embedding's gradient is added) for the life of the session.
+    """
+    products = (node for node in model.graph if node.op_type == "MatMul")
+    harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    if _has_large_fill(model) or _has_constant_output(model):
+        harmful.append("ConstantFolding")
+    return harmful
+
+
+_LARGE = 1 << 20  # elements
+
+
+def _has_large_fill(model: ir.Model) -> bool:
+    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
+    return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
+
+
+def _has_constant_output(model: ir.Model) -> bool:
+    """Whether an output depends on no input, or on the shape of one at most."""
+    varying = set(model.graph.inputs)
+    for node in model.graph:
+        reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
+        if reads_values or node.op_type == "YieldOp":
+            varying.update(node.outputs)
+    return any(value not in varying for value in model.graph.outputs)
 
 
 def failure(error: Exception) -> BaseException:
