@@ -26,11 +26,18 @@ _COMPARISONS = (
 
 
 def _comparison(kind: str) -> Callable[..., ir.Value]:
-    def lower(op: Any, self: ir.Value, other: Operand) -> ir.Value:
-        return getattr(op, kind)(self, scalar_like(op, other, self))
+    def lower(op: Any, self: Operand, other: Operand) -> ir.Value:
+        return getattr(op, kind)(*_operands(op, self, other))
 
     lower.__doc__ = f"(Tensor self, Tensor or Scalar other) -> Tensor, which is ONNX's {kind}"
     return lower
+
+
+def _operands(op: Any, a: Operand, b: Operand) -> tuple[ir.Value, ir.Value]:
+    if isinstance(a, ir.Value):
+        return a, scalar_like(op, b, a)
+    assert isinstance(b, ir.Value)
+    return scalar_like(op, a, b), b
 
 
 for _tensor, _scalar, _kind in _COMPARISONS:
@@ -38,9 +45,9 @@ for _tensor, _scalar, _kind in _COMPARISONS:
 
 
 @register(aten.ne.Tensor, aten.ne.Scalar, promote="inputs")
-def ne(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+def ne(op: Any, self: Operand, other: Operand) -> ir.Value:
     """ne.Tensor(Tensor self, Tensor other) -> Tensor"""
-    return op.Not(op.Equal(self, scalar_like(op, other, self)))
+    return op.Not(op.Equal(*_operands(op, self, other)))
 
 
 @register(aten.isnan.default)
@@ -128,9 +135,9 @@ def where_(op: Any, condition: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Valu
 
 
 @register(aten.where.self, aten.where.ScalarOther, promote="output", keep=("condition",))
-def where(op: Any, condition: ir.Value, self: ir.Value, other: Operand) -> ir.Value:
+def where(op: Any, condition: ir.Value, self: Operand, other: Operand) -> ir.Value:
     """where.self(Tensor condition, Tensor self, Tensor other) -> Tensor"""
-    return where_(op, condition, self, scalar_like(op, other, self))
+    return where_(op, condition, *_operands(op, self, other))
 
 
 @register(aten.where.ScalarSelf, promote="output", keep=("condition",))

@@ -61,18 +61,33 @@ def embedding_dense_backward(
 @register(aten.gather.default, any_dtype=True)
 def gather(op: Any, self: ir.Value, dim: int, index: ir.Value, sparse_grad: bool = False) -> ir.Value:
     """gather(Tensor self, int dim, Tensor index, *, bool sparse_grad=False) -> Tensor"""
+    if _empty(index):
+        return _nothing(op, index, self)
     if rank(self) == 0 or rank(index) == 0:
         flat = op.Gather(op.Reshape(self, int64s(op, [-1])), index, axis=0)
         return flat
     return op.GatherElements(self, index, axis=axis(self, dim))
 
 
+def _empty(index: ir.Value) -> bool:
+    """Whether nothing is indexed; such an index may have any rank."""
+    assert index.shape is not None
+    return any(part == 0 for part in index.shape)
+
+
+def _nothing(op: Any, index: ir.Value, like: ir.Value) -> ir.Value:
+    """No elements, in the shape of an empty index."""
+    assert like.dtype is not None
+    known = sizes(index)
+    return filled(op, op.Shape(index) if known is None else known, 0, like.dtype)
+
+
 def _scatter(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
     """ScatterElements, also for scalars."""
+    if _empty(index):
+        return value
     if rank(value) == 0 or rank(index) == 0:
         one = int64s(op, [1])
-        if rank(index) != 0 and size(index, 0) == 0:
-            return value
         flat = value if rank(value) else op.Reshape(value, one)
         made = op.ScatterElements(flat, op.Reshape(index, one), op.Reshape(updates, one), axis=0, reduction=reduction)
         return made if rank(value) else op.Reshape(made, int64s(op, []))
@@ -81,6 +96,8 @@ def _scatter(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Va
 
 def _updates(op: Any, src: ir.Value, index: ir.Value) -> ir.Value:
     """The part of `src` that `index` covers."""
+    if _empty(index) or rank(src) != rank(index):
+        return src
     cut = [i for i in range(rank(index)) if dim_name(src, i) is None or dim_name(src, i) != dim_name(index, i)]
     if not cut:
         return src
@@ -165,7 +182,11 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
 def _put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str) -> ir.Value:
     """Writes the slices of `source` along an axis to the places that `index` names."""
     if rank(value) == 0:
-        raise Unsupported("an index into a scalar")
+        one = int64s(op, [1])
+        flat = op.ScatterND(
+            op.Reshape(value, one), op.Reshape(_int64(op, index), int64s(op, [-1, 1])), op.Reshape(source, int64s(op, [-1])), reduction=reduction
+        )
+        return op.Reshape(flat, int64s(op, []))
     at = axis(value, dim)
     rows = op.Reshape(_int64(op, index), int64s(op, [-1, 1]))
     if rank(source) == 0:
@@ -193,7 +214,8 @@ def index_copy(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Va
 def index_fill(op: Any, self: ir.Value, dim: int, index: ir.Value, value: Scalar | ir.Value) -> ir.Value:
     """index_fill.int_Scalar(Tensor self, int dim, Tensor index, Scalar value) -> Tensor"""
     if rank(self) == 0:
-        raise Unsupported("an index into a scalar")
+        known = size(index, 0) if rank(index) else 1
+        return self if known == 0 else scalar_like(op, value, self)
     at = axis(self, dim)
     count = 1 if rank(index) == 0 else length(op, index, 0)
     shape = [count if i == at else length(op, self, i) for i in range(rank(self))]
@@ -327,9 +349,52 @@ def nonzero(op: Any, self: ir.Value) -> ir.Value:
 def masked_select(op: Any, self: ir.Value, mask: ir.Value) -> ir.Value:
     """masked_select(Tensor self, Tensor mask) -> Tensor"""
     if not same_shape(self, mask):
-        raise Unsupported("a mask that broadcasts")
+        shape = _broadcast_shape(op, [self, mask], max(rank(self), rank(mask)))
+        self, mask = op.Expand(self, shape), op.Expand(mask, shape)
     flat = int64s(op, [-1])
     return op.Compress(op.Reshape(self, flat), op.Reshape(mask, flat), axis=0)
+
+
+def _place_among_true(op: Any, mask: ir.Value) -> ir.Value:
+    """For each element of a flat mask, how many before it are true."""
+    ones = op.Cast(mask, to=ir.DataType.INT64)
+    return op.CumSum(ones, constant(op, 0, ir.DataType.INT64), exclusive=1)
+
+
+@register(aten.masked_scatter.default, keep=("mask",))
+def masked_scatter(op: Any, self: ir.Value, mask: ir.Value, source: ir.Value) -> ir.Value:
+    """masked_scatter(Tensor self, Tensor mask, Tensor source) -> Tensor"""
+    if not same_shape(self, mask):
+        shape = _broadcast_shape(op, [self, mask], max(rank(self), rank(mask)))
+        self, mask = op.Expand(self, shape), op.Expand(mask, shape)
+    flat = int64s(op, [-1])
+    flat_mask = op.Reshape(mask, flat)
+    # Behind the last place that is true, the count may point behind the source.
+    place = op.Mul(_place_among_true(op, flat_mask), op.Cast(flat_mask, to=ir.DataType.INT64))
+    spare = op.Concat(op.Reshape(source, flat), filled(op, [1], 0, source.dtype), axis=0)  # type: ignore[arg-type]
+    chosen = where_(op, flat_mask, op.Gather(spare, place, axis=0), op.Reshape(self, flat))
+    return op.Reshape(chosen, op.Shape(self), allowzero=1)
+
+
+@register(aten.masked_scatter_backward.default, keep=("mask",))
+def masked_scatter_backward(op: Any, grad_output: ir.Value, mask: ir.Value, sizes: Sequence[Size]) -> ir.Value:
+    """masked_scatter_backward(Tensor grad_output, Tensor mask, SymInt[] sizes) -> Tensor"""
+    chosen = masked_select(op, grad_output, mask)
+    shape = as_vector(op, sizes)
+    total = op.ReduceProd(shape) if sizes else int64s(op, [1])
+    missing = op.Sub(total, op.Shape(chosen))
+    return op.Reshape(op.Pad(chosen, op.Concat(int64s(op, [0]), missing, axis=0)), shape, allowzero=1)
+
+
+@register(aten.put.default)
+def put(op: Any, self: ir.Value, index: ir.Value, source: ir.Value, accumulate: bool = False) -> ir.Value:
+    """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
+    if self.dtype == ir.DataType.BOOL and accumulate:
+        raise Unsupported("sums of bool")
+    flat = int64s(op, [-1])
+    rows = op.Reshape(_int64(op, index), int64s(op, [-1, 1]))
+    made = op.ScatterND(op.Reshape(self, flat), rows, op.Reshape(source, flat), reduction="add" if accumulate else "none")
+    return op.Reshape(made, op.Shape(self), allowzero=1)
 
 
 # -- places in a sorted sequence
@@ -338,7 +403,32 @@ def masked_select(op: Any, self: ir.Value, mask: ir.Value) -> ir.Value:
 @register(aten.bucketize.Tensor, promote="inputs", keep=("out_int32", "right"))
 def bucketize(op: Any, self: ir.Value, boundaries: ir.Value, out_int32: bool = False, right: bool = False) -> ir.Value:
     """bucketize.Tensor(Tensor self, Tensor boundaries, *, bool out_int32=False, bool right=False) -> Tensor"""
-    ahead = op.Unsqueeze(self, int64s(op, [rank(self)]))
+    return _count_before(op, boundaries, self, right)
+
+
+@register(aten.searchsorted.Tensor, promote="inputs", keep=("out_int32", "right", "side", "sorter"))
+def searchsorted(
+    op: Any,
+    sorted_sequence: ir.Value,
+    self: ir.Value,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: ir.Value | None = None,
+) -> ir.Value:
+    """searchsorted.Tensor(Tensor sorted_sequence, Tensor self, *, bool out_int32=False, bool right=False, str? side=None, Tensor? sorter=None)
+    -> Tensor
+    """
+    if sorter is not None:
+        sorted_sequence = op.GatherElements(sorted_sequence, sorter, axis=-1)
+    if rank(sorted_sequence) > 1:
+        sorted_sequence = op.Unsqueeze(sorted_sequence, int64s(op, [-2]))
+    return _count_before(op, sorted_sequence, self, right if side is None else side == "right")
+
+
+def _count_before(op: Any, boundaries: ir.Value, values: ir.Value, right: bool) -> ir.Value:
+    """For each value, how many of the boundaries come before it; of one that equals it: `right`."""
+    ahead = op.Unsqueeze(values, int64s(op, [rank(values)]))
     behind = op.Greater(boundaries, ahead) if right else op.GreaterOrEqual(boundaries, ahead)
     before = op.Cast(op.Not(behind), to=ir.DataType.INT64)  # NaN comes last: nothing is behind it
-    return op.ReduceSum(before, int64s(op, [rank(self)]), keepdims=0)
+    return op.ReduceSum(before, int64s(op, [rank(values)]), keepdims=0)

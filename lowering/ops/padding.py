@@ -44,13 +44,21 @@ def constant_pad_nd(op: Any, self: ir.Value, pad: Sequence[Size], value: Scalar 
 @register(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
 def reflection_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """reflection_pad1d(Tensor self, SymInt[2] padding) -> Tensor"""
-    return self if _nothing(padding) else op.Pad(self, as_vector(op, _pads(self, padding)), mode="reflect")
+    return _extended(op, self, padding, "reflect")
 
 
 @register(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
 def replication_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """replication_pad1d(Tensor self, SymInt[2] padding) -> Tensor"""
-    return self if _nothing(padding) else op.Pad(self, as_vector(op, _pads(self, padding)), mode="edge")
+    return _extended(op, self, padding, "edge")
+
+
+def _extended(op: Any, value: ir.Value, padding: Sequence[Size], mode: str) -> ir.Value:
+    # What is cut off is cut off afterwards: ONNX Runtime cuts first, and extends what is left.
+    added = [part if isinstance(part, ir.Value) else max(part, 0) for part in padding]
+    cut = [0 if isinstance(part, ir.Value) else min(part, 0) for part in padding]
+    extended = value if _nothing(added) else op.Pad(value, as_vector(op, _pads(value, added)), mode=mode)
+    return extended if _nothing(cut) else op.Pad(extended, as_vector(op, _pads(value, cut)))
 
 
 # -- gradients: along each axis, the gradient of what was copied goes back to where it was copied from
@@ -59,6 +67,7 @@ def replication_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Valu
 @register(aten.reflection_pad1d_backward.default, aten.reflection_pad2d_backward.default, aten.reflection_pad3d_backward.default)
 def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """reflection_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
+    grad_output = _uncut(op, grad_output, padding)
     for at, before, after, total in _padded_axes(self, padding):
         parts = [_cut(op, grad_output, at, before, before + total)]
         if before:
@@ -73,6 +82,7 @@ def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padd
 @register(aten.replication_pad1d_backward.default, aten.replication_pad2d_backward.default, aten.replication_pad3d_backward.default)
 def replication_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """replication_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
+    grad_output = _uncut(op, grad_output, padding)
     for at, before, after, total in _padded_axes(self, padding):
         parts = [_cut(op, grad_output, at, before, before + total)]
         where = int64s(op, [at])
@@ -85,13 +95,19 @@ def replication_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, pad
     return grad_output
 
 
+def _uncut(op: Any, grad_output: ir.Value, padding: Sequence[Size]) -> ir.Value:
+    """Zeros where a negative padding has cut something off."""
+    missing = [0 if isinstance(part, ir.Value) else max(-part, 0) for part in padding]
+    return grad_output if _nothing(missing) else op.Pad(grad_output, as_vector(op, _pads(grad_output, missing)))
+
+
 def _padded_axes(value: ir.Value, padding: Sequence[Size]) -> list[tuple[int, int, int, int]]:
     """Each padded axis: its number, what was put before and after it, its own size."""
-    if sizes(value) is None or any(isinstance(part, ir.Value) for part in padding) or min(padding) < 0:  # type: ignore[type-var]
-        raise Unsupported("the gradient of a padding of dynamic or negative size")
+    if sizes(value) is None or any(isinstance(part, ir.Value) for part in padding):
+        raise Unsupported("the gradient of a padding of dynamic size")
     found = []
     for i in range(len(padding) // 2):
-        before, after, at = padding[2 * i], padding[2 * i + 1], rank(value) - 1 - i
+        before, after, at = max(padding[2 * i], 0), max(padding[2 * i + 1], 0), rank(value) - 1 - i  # type: ignore[type-var]
         if before or after:
             found.append((at, before, after, size(value, at)))
     return found  # type: ignore[return-value]

@@ -141,12 +141,6 @@ def log10(op: Any, self: ir.Value) -> ir.Value:
     return op.Mul(op.Log(self), scalar_like(op, 1 / math.log(10), self))
 
 
-@register(aten.erfc.default, promote="output")
-def erfc(op: Any, self: ir.Value) -> ir.Value:
-    """erfc(Tensor self) -> Tensor"""
-    raise Unsupported("1 - erf(x) has no correct digits in the tail")
-
-
 @register(aten.trunc.default)
 def trunc(op: Any, self: ir.Value) -> ir.Value:
     """trunc(Tensor self) -> Tensor"""
@@ -195,34 +189,43 @@ def nan_to_num(op: Any, self: ir.Value, nan: float | None = None, posinf: float 
 # -- sums and products
 
 
+def operands(op: Any, a: Operand, b: Operand) -> tuple[ir.Value, ir.Value]:
+    """Both as tensors of one dtype: decompositions call operators on tensors with a number in either place."""
+    if isinstance(a, ir.Value):
+        return a, scalar_like(op, b, a)
+    assert isinstance(b, ir.Value)
+    return scalar_like(op, a, b), b
+
+
 def _times(op: Any, value: ir.Value, factor: Number) -> ir.Value:
     return value if not isinstance(factor, ir.Value) and factor == 1 else op.Mul(value, scalar_like(op, factor, value))
 
 
 @register(aten.add.Tensor, aten.add.Scalar, promote="output", keep=("alpha",))
-def add(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+def add(op: Any, self: Operand, other: Operand, alpha: Number = 1) -> ir.Value:
     """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
-    other = _times(op, scalar_like(op, other, self), alpha) if self.dtype != ir.DataType.BOOL else scalar_like(op, other, self)
-    return op.Or(self, other) if self.dtype == ir.DataType.BOOL else op.Add(self, other)
+    a, b = operands(op, self, other)
+    return op.Or(a, b) if a.dtype == ir.DataType.BOOL else op.Add(a, _times(op, b, alpha))
 
 
 @register(aten.sub.Tensor, aten.sub.Scalar, promote="output", keep=("alpha",))
-def sub(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+def sub(op: Any, self: Operand, other: Operand, alpha: Number = 1) -> ir.Value:
     """sub.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
-    return op.Sub(self, _times(op, scalar_like(op, other, self), alpha))
+    a, b = operands(op, self, other)
+    return op.Sub(a, _times(op, b, alpha))
 
 
 @register(aten.rsub.Tensor, aten.rsub.Scalar, promote="output", keep=("alpha",))
-def rsub(op: Any, self: ir.Value, other: Operand, alpha: Number = 1) -> ir.Value:
+def rsub(op: Any, self: Operand, other: Operand, alpha: Number = 1) -> ir.Value:
     """rsub.Scalar(Tensor self, Scalar other, Scalar alpha=1) -> Tensor"""
-    return op.Sub(scalar_like(op, other, self), _times(op, self, alpha))
+    return sub(op, other, self, alpha)
 
 
 @register(aten.mul.Tensor, aten.mul.Scalar, promote="output")
-def mul(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+def mul(op: Any, self: Operand, other: Operand) -> ir.Value:
     """mul.Tensor(Tensor self, Tensor other) -> Tensor"""
-    other = scalar_like(op, other, self)
-    return op.And(self, other) if self.dtype == ir.DataType.BOOL else op.Mul(self, other)
+    a, b = operands(op, self, other)
+    return op.And(a, b) if a.dtype == ir.DataType.BOOL else op.Mul(a, b)
 
 
 @register(aten.addcmul.default, promote="output")
@@ -256,9 +259,9 @@ def lerp(op: Any, self: ir.Value, end: ir.Value, weight: ir.Value) -> ir.Value:
 
 
 @register(aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, promote="output")
-def div(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+def div(op: Any, self: Operand, other: Operand) -> ir.Value:
     """div.Tensor(Tensor self, Tensor other) -> Tensor"""
-    return op.Div(self, scalar_like(op, other, self))
+    return op.Div(*operands(op, self, other))
 
 
 @register(aten.div.Tensor_mode, aten.div.Scalar_mode, promote="output")
@@ -326,6 +329,8 @@ def pow_scalar(op: Any, self: ir.Value, exponent: Number) -> ir.Value:
     if is_float(self):
         if exponent == 2:
             return op.Mul(self, self)
+        if exponent == 3:
+            return op.Mul(op.Mul(self, self), self)
         if exponent == 0.5:
             return op.Sqrt(self)
         if exponent == -0.5:
@@ -364,6 +369,33 @@ def pow_(op: Any, self: ir.Value, exponent: ir.Value) -> ir.Value:
 def pow_of_scalar(op: Any, self: Number, exponent: ir.Value) -> ir.Value:
     """pow.Scalar(Scalar self, Tensor exponent) -> Tensor"""
     return pow_(op, scalar_like(op, self, exponent), exponent)
+
+
+@register(aten.ldexp.Tensor, promote="output")
+def ldexp(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """ldexp.Tensor(Tensor self, Tensor other) -> Tensor"""
+    return op.Mul(self, op.Pow(scalar_like(op, 2.0, self), other))
+
+
+@register(aten.copysign.Tensor, aten.copysign.Scalar, promote="output")
+def copysign(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+    """copysign.Tensor(Tensor self, Tensor other) -> Tensor"""
+    size = op.Abs(self)
+    return op.Where(_signbit(op, scalar_like(op, other, self)), op.Neg(size), size)
+
+
+@register(aten.signbit.default)
+def signbit(op: Any, self: ir.Value) -> ir.Value:
+    """signbit(Tensor self) -> Tensor"""
+    if self.dtype == ir.DataType.BOOL:
+        return op.And(self, op.Not(self))
+    return _signbit(op, self) if is_float(self) else op.Less(self, scalar_like(op, 0, self))
+
+
+def _signbit(op: Any, value: ir.Value) -> ir.Value:
+    """Whether a number is negative; minus zero is. (Of NaN's sign nothing is said.)"""
+    zero = scalar_like(op, 0.0, value)
+    return op.Less(op.Where(op.Equal(value, zero), op.Reciprocal(value), value), zero)
 
 
 @register(aten.hypot.default, promote="output")
@@ -409,8 +441,7 @@ def atan2(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
     """
     zero = scalar_like(op, 0.0, self)
     y, x = self, other
-    below = op.Less(op.Where(op.Equal(y, zero), op.Reciprocal(y), y), zero)
-    left = op.Less(op.Where(op.Equal(x, zero), op.Reciprocal(x), x), zero)
+    below, left = _signbit(op, y), _signbit(op, x)
     turn = op.Where(below, scalar_like(op, -math.pi, y), scalar_like(op, math.pi, y))
     both_zero = op.And(op.Equal(y, zero), op.Equal(x, zero))
     angle = op.Atan(op.Where(both_zero, op.Mul(y, op.Where(left, scalar_like(op, -1.0, y), scalar_like(op, 1.0, y))), op.Div(y, x)))
@@ -467,15 +498,33 @@ def clamp_max_tensor(op: Any, self: ir.Value, max: ir.Value) -> ir.Value:
 
 
 @register(aten.maximum.default, promote="output")
-def maximum(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+def maximum(op: Any, self: Operand, other: Operand) -> ir.Value:
     """maximum(Tensor self, Tensor other) -> Tensor"""
-    return op.Or(self, other) if self.dtype == ir.DataType.BOOL else op.Max(self, other)
+    a, b = operands(op, self, other)
+    return op.Or(a, b) if a.dtype == ir.DataType.BOOL else op.Max(a, b)
 
 
 @register(aten.minimum.default, promote="output")
-def minimum(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+def minimum(op: Any, self: Operand, other: Operand) -> ir.Value:
     """minimum(Tensor self, Tensor other) -> Tensor"""
-    return op.And(self, other) if self.dtype == ir.DataType.BOOL else op.Min(self, other)
+    a, b = operands(op, self, other)
+    return op.And(a, b) if a.dtype == ir.DataType.BOOL else op.Min(a, b)
+
+
+@register(aten.fmax.default, promote="output")
+def fmax(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """fmax(Tensor self, Tensor other) -> Tensor"""
+    return maximum(op, self, other) if not is_float(self) else _without_nan(op, "Max", self, other)
+
+
+@register(aten.fmin.default, promote="output")
+def fmin(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
+    """fmin(Tensor self, Tensor other) -> Tensor"""
+    return minimum(op, self, other) if not is_float(self) else _without_nan(op, "Min", self, other)
+
+
+def _without_nan(op: Any, kind: str, a: ir.Value, b: ir.Value) -> ir.Value:
+    return getattr(op, kind)(op.Where(op.IsNaN(a), b, a), op.Where(op.IsNaN(b), a, b))
 
 
 @register(aten.threshold.default, promote="output")

@@ -336,6 +336,12 @@ def linalg_vector_norm(
     return op.Pow(_reduce(op, "ReduceSum", powers, at, keepdim), scalar_like(op, 1 / ord, self))
 
 
+@register(aten.dist.default, promote="output")
+def dist(op: Any, self: ir.Value, other: ir.Value, p: int | float = 2) -> ir.Value:
+    """dist(Tensor self, Tensor other, Scalar p=2) -> Tensor"""
+    return linalg_vector_norm(op, op.Sub(self, other), p)
+
+
 @register(aten.logsumexp.default, promote="output")
 def logsumexp(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False) -> ir.Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""

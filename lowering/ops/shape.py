@@ -29,7 +29,7 @@ def dim_name(tensor: ir.Value, at: int) -> int | str | None:
 # -- views
 
 
-@register(aten.view.default, aten._unsafe_view.default, any_dtype=True)
+@register(aten.view.default, aten.view_copy.default, aten._unsafe_view.default, any_dtype=True)
 def view(op: Any, self: ir.Value, size: Sequence[Size]) -> ir.Value:
     """view(Tensor self, SymInt[] size) -> Tensor"""
     same = rank(self) == len(size) and all(name_of(part) == dim_name(self, i) != None for i, part in enumerate(size))  # noqa: E711
@@ -42,19 +42,19 @@ def reshape_(op: Any, self: ir.Value, shape: Sequence[Size]) -> ir.Value:
     return view(op, self, shape)
 
 
-@register(aten.squeeze.default, any_dtype=True)
+@register(aten.squeeze.default, aten.squeeze_copy.default, any_dtype=True)
 def squeeze(op: Any, self: ir.Value) -> ir.Value:
     """squeeze(Tensor self) -> Tensor"""
     return squeeze_dims(op, self, list(range(rank(self))))
 
 
-@register(aten.squeeze.dim, any_dtype=True)
+@register(aten.squeeze.dim, aten.squeeze_copy.dim, any_dtype=True)
 def squeeze_dim(op: Any, self: ir.Value, dim: int) -> ir.Value:
     """squeeze.dim(Tensor self, int dim) -> Tensor"""
     return squeeze_dims(op, self, [dim])
 
 
-@register(aten.squeeze.dims, any_dtype=True)
+@register(aten.squeeze.dims, aten.squeeze_copy.dims, any_dtype=True)
 def squeeze_dims(op: Any, self: ir.Value, dim: Sequence[int]) -> ir.Value:
     """squeeze.dims(Tensor self, int[] dim) -> Tensor"""
     if rank(self) == 0:
@@ -63,20 +63,20 @@ def squeeze_dims(op: Any, self: ir.Value, dim: Sequence[int]) -> ir.Value:
     return op.Squeeze(self, int64s(op, single)) if single else self
 
 
-@register(aten.unsqueeze.default, any_dtype=True)
+@register(aten.unsqueeze.default, aten.unsqueeze_copy.default, any_dtype=True)
 def unsqueeze(op: Any, self: ir.Value, dim: int) -> ir.Value:
     """unsqueeze(Tensor self, int dim) -> Tensor"""
     return op.Unsqueeze(self, int64s(op, [axis(self, dim, extra=1)]))
 
 
-@register(aten.permute.default, any_dtype=True)
+@register(aten.permute.default, aten.permute_copy.default, any_dtype=True)
 def permute(op: Any, self: ir.Value, dims: Sequence[int]) -> ir.Value:
     """permute(Tensor self, int[] dims) -> Tensor"""
     order = [axis(self, d) for d in dims]
     return self if order == list(range(rank(self))) else op.Transpose(self, perm=order)
 
 
-@register(aten.transpose.int, any_dtype=True)
+@register(aten.transpose.int, aten.transpose_copy.int, any_dtype=True)
 def transpose(op: Any, self: ir.Value, dim0: int, dim1: int) -> ir.Value:
     """transpose.int(Tensor self, int dim0, int dim1) -> Tensor"""
     order = list(range(rank(self)))
@@ -86,7 +86,7 @@ def transpose(op: Any, self: ir.Value, dim0: int, dim1: int) -> ir.Value:
     return permute(op, self, order)
 
 
-@register(aten.t.default, any_dtype=True)
+@register(aten.t.default, aten.t_copy.default, any_dtype=True)
 def t(op: Any, self: ir.Value) -> ir.Value:
     """t(Tensor self) -> Tensor"""
     return permute(op, self, list(reversed(range(rank(self)))))
@@ -102,7 +102,7 @@ def move_axis(op: Any, value: ir.Value, source: int, destination: int) -> ir.Val
 # -- repetition
 
 
-@register(aten.expand.default)
+@register(aten.expand.default, aten.expand_copy.default)
 def expand(op: Any, self: ir.Value, size: Sequence[Size], implicit: bool = False) -> ir.Value:
     """expand(Tensor self, SymInt[] size, *, bool implicit=False) -> Tensor"""
     new = len(size) - rank(self)
@@ -242,41 +242,43 @@ def pixel_unshuffle(op: Any, self: ir.Value, downscale_factor: int) -> ir.Value:
         raise Unsupported("pixel_unshuffle of dynamic sizes")
     *outer, c, h, w = known
     n = len(outer)
-    cells = op.Reshape(self, int64s(op, [*outer, c, h // r, r, w // r, r]))
+    cells = op.Reshape(self, int64s(op, [*outer, c, h // r, r, w // r, r]), allowzero=1)
     order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return op.Reshape(op.Transpose(cells, perm=order), int64s(op, [*outer, c * r * r, h // r, w // r]))
+    return op.Reshape(op.Transpose(cells, perm=order), int64s(op, [*outer, c * r * r, h // r, w // r]), allowzero=1)
 
 
 @register(aten.unfold.default, any_dtype=True)
 def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
     """unfold(Tensor self, int dimension, int size, int step) -> Tensor"""
+    if rank(self) == 0:
+        return op.Reshape(self, int64s(op, [1])) if size == 1 else op.Reshape(self, int64s(op, [0]), allowzero=1)
     at = axis(self, dimension)
-    windows = torch.as_tensor(_windows(self, at, size, step)).numpy()
-    gathered = op.Gather(self, constant(op, windows, ir.DataType.INT64), axis=at)
+    gathered = op.Gather(self, _windows(op, length(op, self, at), size, step), axis=at)
     order = [i for i in range(rank(self) + 1) if i != at + 1]
     return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=[*order, at + 1])
 
 
-def _windows(value: ir.Value, at: int, size: int, step: int) -> torch.Tensor:
+def _windows(op: Any, total: Size, size: int, step: int) -> ir.Value:
     """The positions along an axis that each window covers, one row per window."""
-    total = sizes(value) and value.shape[at]  # type: ignore[index]
-    if rank(value) == 0 or not isinstance(total, int):
-        raise Unsupported("unfold of a scalar or of a dynamic size")
-    return torch.arange(total).unfold(0, size, step)
+    if not isinstance(total, ir.Value):
+        return constant(op, torch.arange(total).unfold(0, size, step).numpy(), ir.DataType.INT64)
+    zero, width = constant(op, 0, ir.DataType.INT64), constant(op, step, ir.DataType.INT64)
+    starts = op.Range(zero, op.Sub(total, size - 1), width)
+    return op.Add(op.Unsqueeze(starts, int64s(op, [1])), constant(op, list(range(size)), ir.DataType.INT64))
 
 
 @register(aten.unfold_backward.default)
 def unfold_backward(op: Any, grad_in: ir.Value, input_sizes: Sequence[Size], dim: int, size: int, step: int) -> ir.Value:
     """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
-    if any(isinstance(part, ir.Value) for part in input_sizes):
-        raise Unsupported("unfold of a dynamic size")
+    if not input_sizes:
+        return op.Reshape(grad_in, int64s(op, []))
     at = dim % len(input_sizes)
-    rows = torch.arange(int(input_sizes[at])).unfold(0, size, step).reshape(-1, 1)  # type: ignore[arg-type]
+    rows = op.Reshape(_windows(op, input_sizes[at], size, step), int64s(op, [-1, 1]))
     # Windows first, so that every position of the axis is a row that gradients are added to.
     order = [at, len(input_sizes), *(i for i in range(len(input_sizes)) if i != at)]
     others = [part for i, part in enumerate(input_sizes) if i != at]
-    updates = op.Reshape(op.Transpose(grad_in, perm=order), int64s(op, [len(rows), *others]))  # type: ignore[list-item]
-    zeros = op.Expand(constant(op, 0, grad_in.dtype), int64s(op, [input_sizes[at], *others]))  # type: ignore[arg-type, list-item]
-    total = op.ScatterND(zeros, constant(op, rows.numpy(), ir.DataType.INT64), updates, reduction="add")
+    updates = op.Reshape(op.Transpose(grad_in, perm=order), op.Concat(op.Shape(rows, end=1), as_vector(op, others), axis=0), allowzero=1)
+    zeros = op.Expand(constant(op, 0, grad_in.dtype), as_vector(op, [input_sizes[at], *others]))  # type: ignore[arg-type]
+    total = op.ScatterND(zeros, rows, updates, reduction="add")
     back = [*range(1, at + 1), 0, *range(at + 1, len(input_sizes))]
     return total if at == 0 else op.Transpose(total, perm=back)

@@ -216,7 +216,7 @@ def diagonal(op: Any, self: ir.Value, offset: int = 0, dim1: int = 0, dim2: int 
     *outer, rows, columns = (known[i] for i in order)
     count = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
     start = _start(offset, columns)
-    flat = op.Reshape(op.Transpose(self, perm=order), int64s(op, [*outer, rows * columns]))
+    flat = op.Reshape(op.Transpose(self, perm=order), int64s(op, [*outer, rows * columns]), allowzero=1)
     end = start + (count - 1) * (columns + 1) + 1 if count else start
     return op.Slice(flat, int64s(op, [start]), int64s(op, [end]), int64s(op, [len(outer)]), int64s(op, [columns + 1]))
 
