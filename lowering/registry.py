@@ -34,6 +34,8 @@ class Lowering:
             `"bool"` to bool.
         keep: Names of the arguments that `promote` leaves alone.
         any_dtype: The operator only moves data, so that no dtype needs a cast to compute in.
+        whole_storage: Names of the arguments whose memory the operator addresses by strides: the lowering is for tensors that are
+            contiguous and all of their storage, so that the memory is the elements in order.
     """
 
     target: torch._ops.OpOverload
@@ -42,6 +44,7 @@ class Lowering:
     promote: Promote | None = None
     keep: frozenset[str] = frozenset()
     any_dtype: bool = False
+    whole_storage: frozenset[str] = frozenset()
 
 
 _table: dict[torch._ops.OpOverload, list[Lowering]] = {}
@@ -53,6 +56,7 @@ def register(
     promote: Promote | None = None,
     keep: tuple[str, ...] = (),
     any_dtype: bool = False,
+    whole_storage: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
     """Registers a function as a lowering of operator overloads (see `Lowering` for the arguments).
 
@@ -71,7 +75,7 @@ def register(
             present = _table.setdefault(target, [])
             if any(lowering.requires == requires for lowering in present):
                 raise ValueError(f"{target} already has a lowering with requires={requires}")
-            present.append(Lowering(target, function, requires, promote, frozenset(keep), any_dtype))
+            present.append(Lowering(target, function, requires, promote, frozenset(keep), any_dtype, frozenset(whole_storage)))
             present.sort(key=lambda lowering: -len(lowering.requires))
         return function
 

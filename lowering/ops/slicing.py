@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -274,3 +275,57 @@ def diagonal_scatter(op: Any, self: ir.Value, src: ir.Value, offset: int = 0, di
     mask = torch.zeros([known[i] if i in (a, b) else 1 for i in range(len(known))], dtype=torch.bool)
     torch.diagonal(mask, offset, a, b).fill_(True)
     return where_(op, constant(op, mask.numpy(), ir.DataType.BOOL), _on_diagonal(op, src, known, offset, a, b), self)
+
+
+# -- memory addressed by strides
+
+_INDEX_UP_TO = 1 << 20  # elements that a constant index may have
+
+
+def _addresses(size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None) -> torch.Tensor:
+    """The place in memory of each element."""
+    numbers = [*size, *stride, 0 if storage_offset is None else storage_offset]
+    if any(isinstance(number, ir.Value) for number in numbers):
+        raise Unsupported("dynamic sizes or strides")
+    if math.prod(size) > _INDEX_UP_TO:  # type: ignore[arg-type]
+        raise Unsupported("more elements than a constant index may have")
+    places = torch.full(list(size), numbers[-1])  # type: ignore[arg-type]
+    for at, (count, step) in enumerate(zip(size, stride)):
+        places += (torch.arange(count) * step).reshape([-1] + [1] * (len(size) - at - 1))  # type: ignore[arg-type, operator]
+    return places
+
+
+def _in_order(places: torch.Tensor) -> bool:
+    return bool((places.flatten() == torch.arange(places.numel())).all())
+
+
+@register(aten.as_strided.default, any_dtype=True, whole_storage=("self",))
+def as_strided(op: Any, self: ir.Value, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None) -> ir.Value:
+    """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
+    places = _addresses(size, stride, storage_offset)
+    total = math.prod(sizes(self) or [])
+    if places.numel() and int(places.max()) >= total:
+        raise Unsupported("an address outside of the tensor")
+    if places.numel() == total and _in_order(places):
+        return op.Reshape(self, int64s(op, size), allowzero=1)  # type: ignore[arg-type]
+    return op.Gather(op.Reshape(self, int64s(op, [-1])), constant(op, places.numpy(), ir.DataType.INT64), axis=0)
+
+
+@register(aten.as_strided_scatter.default, any_dtype=True, whole_storage=("self",))
+def as_strided_scatter(
+    op: Any, self: ir.Value, src: ir.Value, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
+) -> ir.Value:
+    """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""
+    places = _addresses(size, stride, storage_offset)
+    known = sizes(self) or []
+    if places.numel() and int(places.max()) >= math.prod(known):
+        raise Unsupported("an address outside of the tensor")
+    if places.unique().numel() != places.numel():
+        raise Unsupported("elements that overlap")
+    if src.dtype != self.dtype:
+        src = op.Cast(src, to=self.dtype)
+    if places.numel() == math.prod(known) and _in_order(places):
+        return op.Reshape(src, int64s(op, known), allowzero=1)
+    flat = op.Reshape(self, int64s(op, [-1]))
+    rows = constant(op, places.reshape(-1, 1).numpy(), ir.DataType.INT64)
+    return op.Reshape(op.ScatterND(flat, rows, op.Reshape(src, int64s(op, [-1]))), int64s(op, known), allowzero=1)
