@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +19,11 @@ from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.promotion import check_storage, promoted_dtype
+from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, write_python_op
 from ort_backend.lowering.registry import Lowering, Unsupported
+from ort_backend.lowering.saved import kept_bytes
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -115,9 +119,9 @@ class GraphLowering:
             self._remember_symbol(fake, value)
         self.env[node] = value
 
-    def add_output(self, value: ir.Value, name: str) -> None:
+    def add_output(self, value: ir.Value) -> None:
         """A graph output. `value` may not be a graph input nor an output already: ask `fresh` for a copy of such a value."""
-        self.op.builder.add_output(value, name)
+        self.op.builder.add_output(value, value.name)
 
     def fresh(self, value: ir.Value, fake: Any) -> ir.Value:
         """A copy of `value`."""
@@ -196,7 +200,7 @@ class GraphLowering:
             if value not in used:
                 del self.graph.initializers[name]
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
-        kept = _kept_bytes(self.graph, self._hints)
+        kept = kept_bytes(self.graph, self._hints)
         return LoweredGraph(model, tuple(self.python_calls), tuple(self.outside), self._lowered, len(self.graph), kept)
 
     # -- nodes
@@ -209,7 +213,7 @@ class GraphLowering:
         """
         for node in nodes:
             if node not in self.env and not self._is_symbolic(node):
-                with _Provenance(self.graph, node):
+                with Provenance(self.graph, node):
                     self.env[node] = self._lower(node)
 
     def _lower(self, node: fx.Node) -> Any:
@@ -217,7 +221,7 @@ class GraphLowering:
             return self._attribute(node)
         if node.target is operator.getitem:
             return self._item(node)
-        if _name(node.target) in _DROPPED:
+        if operator_name(node.target) in _DROPPED:
             return None
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return self.value(node.args[0])
@@ -236,16 +240,14 @@ class GraphLowering:
     def _by_lowering(self, node: fx.Node) -> tuple[Any, str | None]:
         """The result of the first lowering that fits, or why none does."""
         reason = "no lowering"
-        candidates: list[Callable[[], Any]] = [
-            lambda lowering=lowering: self._call(lowering, node)  # type: ignore[misc]
-            for lowering in registry.find(node.target, self.target)
-        ]
+        candidates: list[Callable[..., Any]] = [functools.partial(self._call, lowering) for lowering in registry.find(node.target, self.target)]
         if not candidates and (function := torchlib.find(node.target)) is not None:
-            candidates = [lambda: self._call_torchlib(function, node)]
+            candidates = [functools.partial(self._call_torchlib, function)]
+        args, kwargs = self._arguments(node)
         for candidate in candidates:
             mark = len(self.graph)
             try:
-                result = candidate()
+                result = candidate(node, args, kwargs)
             except Unsupported as unsupported:
                 reason = str(unsupported) or "arguments not expressible in ONNX"
                 self._roll_back(mark)
@@ -258,23 +260,21 @@ class GraphLowering:
         return None, reason
 
     def _since(self, mark: int) -> list[ir.Node]:
-        return _last(self.graph, len(self.graph) - mark)
+        return newest(self.graph, len(self.graph) - mark)
 
     def _roll_back(self, mark: int) -> None:
         written = self._since(mark)
         if written:
             self.graph.remove(written, safe=False)
-        self._symbols = {name: value for name, value in self._symbols.items() if value.producer() not in set(written)}
 
-    def _call(self, lowering: Lowering, node: fx.Node) -> Any:
+    def _call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
-        args, kwargs = self._arguments(node)
+        check_storage(lowering, node)
         if not lowering.any_dtype:
             args, kwargs = self._promote(lowering, node, args, kwargs)
         return self._results(lowering.function(self.op, *args, **kwargs), node)
 
-    def _call_torchlib(self, function: Callable[..., Any], node: fx.Node) -> Any:
-        args, kwargs = self._arguments(node)
+    def _call_torchlib(self, function: Callable[..., Any], node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         plain = Lowering(node.target, function)  # type: ignore[arg-type]
         args, kwargs = self._promote(plain, node, args, kwargs)
         return self._results(torchlib.call(function, self.op, args, kwargs), node)
@@ -283,7 +283,8 @@ class GraphLowering:
         return [fx.map_arg(arg, self.value) for arg in node.args], {key: fx.map_arg(arg, self.value) for key, arg in node.kwargs.items()}
 
     def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        wanted = self._promoted_dtype(lowering, node)
+        promoted = promoted_dtype(lowering, node)
+        wanted = None if promoted is None else self._compute(promoted)
 
         def cast(name: str, value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -295,19 +296,6 @@ class GraphLowering:
 
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
         return [cast(name, arg) for name, arg in zip(names, args)], {name: cast(name, arg) for name, arg in kwargs.items()}
-
-    def _promoted_dtype(self, lowering: Lowering, node: fx.Node) -> torch.dtype | None:
-        if lowering.promote is None:
-            return None
-        if lowering.promote == "bool":
-            return torch.bool
-        if lowering.promote == "output":
-            fake = node.meta["val"]
-            return self._compute((fake[0] if isinstance(fake, (tuple, list)) else fake).dtype)
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
-        named = [(a.name, arg) for a, arg in zip(schema, node.args)]
-        common = _common_dtype([_fake(arg) for name, arg in named if name not in lowering.keep])
-        return self._compute(torch.int32 if common == torch.bool else common)
 
     def _compute(self, dtype: torch.dtype) -> torch.dtype:
         return compute_dtype(dtype, has_half_kernels=self.target.has_half_kernels)
@@ -349,7 +337,7 @@ class GraphLowering:
             shape = symbolic.shape(fake.shape, kind.extra_dims)
             for size, one in zip(fake.shape, shape):
                 if isinstance(one, ir.SymbolicDim) and one.value is not None:
-                    self._hints[one.value] = size.node.hint
+                    self._hints[one.value] = size.node.hint  # type: ignore[attr-defined]
             return kind.dtype, shape
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])
@@ -368,11 +356,11 @@ class GraphLowering:
         return None
 
     def _by_python_op(self, node: fx.Node, reason: str) -> Any:
-        title, where = _name(node.target), user_line(node)
+        title, where = operator_name(node.target), user_line(node)
         if self.strict or not self.target.python_op:
-            raise LoweringError(f"{title} does not run on ONNX Runtime: {reason}{_at(where)}")
+            raise LoweringError(f"{title} does not run on ONNX Runtime: {reason}{at(where)}")
         if not callable(node.target):
-            raise LoweringError(f"{title} cannot be called{_at(where)}")
+            raise LoweringError(f"{title} cannot be called{at(where)}")
         fake = node.meta.get("val")
         for leaf in torch.utils._pytree.tree_leaves(fake):
             if isinstance(leaf, torch.Tensor):
@@ -385,10 +373,10 @@ class GraphLowering:
             values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where))
-        log.debug("%s runs as a PythonOp: %s%s", title, reason, _at(where))
+        log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))
         if isinstance(fake, (tuple, list)):
             return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]
-        return None if fake is None else self._stamp(values[0], fake)  # type: ignore[arg-type]
+        return None if fake is None else self._stamp(values[0], fake)
 
     def _in_random_order(self, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: list[Any]) -> tuple[Any, PythonCall]:
         """A `PythonOp` that draws random numbers: a value from one such node to the next keeps ONNX Runtime from changing their order."""
@@ -418,7 +406,7 @@ class GraphLowering:
         array = owner.detach().cpu()
         kind = carrier(array.dtype)
         if kind is None or not kind.native or array.dtype == torch.bfloat16:
-            raise LoweringError(f"constant {node.target} has dtype {array.dtype}, which cannot be a constant of an ONNX graph{_at(user_line(node))}")
+            raise LoweringError(f"constant {node.target} has dtype {array.dtype}, which cannot be a constant of an ONNX graph{at(user_line(node))}")
         return constant(self.op, array.numpy(), kind.dtype)
 
     # -- symbolic numbers
@@ -448,7 +436,7 @@ class GraphLowering:
             self.bind(node, self._stamp(self._write_symbolic(node), fake))
 
     def _write_symbolic(self, node: fx.Node) -> ir.Value:
-        args = [fx.map_arg(arg, self.value) for arg in node.args]
+        args: list[Any] = [fx.map_arg(arg, self.value) for arg in node.args]
         if node.target is aten.sym_size.int:
             return symbolic.size_of(self.op, *args)
         if node.target is aten.sym_numel.default:
@@ -459,110 +447,13 @@ class GraphLowering:
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target not in symbolic.FUNCTIONS:
-            raise LoweringError(f"{_name(node.target)} of symbolic numbers has no ONNX form{_at(user_line(node))}")
-        first = next(arg for arg in torch.utils._pytree.tree_leaves(args) if isinstance(arg, ir.Value))
-        dtype = first.dtype if node.target is not operator.truediv else ir.DataType.DOUBLE
-        assert dtype is not None
-        operands = torch.utils._pytree.tree_map(lambda a: a if isinstance(a, ir.Value) else constant(self.op, a, dtype), args)
-        return symbolic.FUNCTIONS[node.target](self.op, *operands)
-
-
-class _Provenance:
-    """Writes the FX node and the user's stack trace on every ONNX node made inside."""
-
-    def __init__(self, graph: ir.Graph, node: fx.Node) -> None:
-        self.graph, self.node, self.start = graph, node, len(graph)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if len(self.graph) == self.start:
-            return
-        where = user_line(self.node)
-        for made in _last(self.graph, len(self.graph) - self.start):
-            made.metadata_props.clear()
-            made.metadata_props["fx_node"] = self.node.format_node() or self.node.name
-            made.metadata_props["stack_trace"] = where
-
-
-def _kept_bytes(graph: ir.Graph, hints: dict[str, int]) -> int:
-    """Bytes of what crosses the `YieldOp`; a reshape shares the memory of what it reshapes."""
-    before: set[ir.Value] = set()
-    kept: set[ir.Value] = set()
-    passed = False
-    for node in graph:
-        if node.op_type == "YieldOp":
-            passed = True
-        elif not passed:
-            before.update(node.outputs)
-        else:
-            kept.update(_memory(value) for value in node.inputs if value is not None and _memory(value) in before)
-    return sum(_bytes(value, hints) for value in kept)
-
-
-def _memory(value: ir.Value) -> ir.Value:
-    producer = value.producer()
-    while producer is not None and producer.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten"):
-        value = producer.inputs[0]  # type: ignore[assignment]
-        producer = value.producer()
-    return value
-
-
-def _bytes(value: ir.Value, hints: dict[str, int]) -> int:
-    if value.dtype is None or value.shape is None:
-        return 0
-    count = 1
-    for size in value.shape:
-        count *= size if isinstance(size, int) else hints.get(size.value or "", 1)
-    return int(count * value.dtype.itemsize)
-
-
-def _last(graph: ir.Graph, count: int) -> list[ir.Node]:
-    """The `count` newest nodes, oldest first."""
-    nodes = reversed(graph)
-    return [next(nodes) for _ in range(count)][::-1]
-
-
-def user_line(node: fx.Node) -> str:
-    """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
-    trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    for i in range(len(trace) - 1, -1, -1):
-        if trace[i].startswith("File "):
-            source = trace[i + 1] if i + 1 < len(trace) else ""
-            return f"{trace[i]}: {source}" if source else trace[i]
-    return ""
-
-
-def _at(where: str) -> str:
-    return f"\n  at {where}" if where else ""
-
-
-def _name(target: object) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target.name().removesuffix(".default")
-    return getattr(target, "__name__", str(target))
+            raise LoweringError(f"{operator_name(node.target)} of symbolic numbers has no ONNX form{at(user_line(node))}")
+        return symbolic.write(self.op, node.target, args)
 
 
 def _types(node: ir.Node) -> str:
     return ", ".join(str(value.dtype) for value in node.inputs if value is not None)
 
 
-def _fake(arg: Any) -> Any:
-    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
-
-
 def _flat_nodes(tree: Any) -> list[fx.Node]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
-
-
-def _common_dtype(values: Sequence[Any]) -> torch.dtype:
-    operands = [v for v in torch.utils._pytree.tree_leaves(list(values)) if v is not None]
-    numbers = [1 if isinstance(v, torch.SymInt) else 1.0 if isinstance(v, torch.SymFloat) else v for v in operands]
-    result: Any = numbers[0]
-    if len(numbers) == 1:
-        return result.dtype
-    dtype = torch.result_type(numbers[0], numbers[1])
-    for more in numbers[2:]:
-        dtype = torch.promote_types(dtype, more.dtype if isinstance(more, torch.Tensor) else dtype)
-    return dtype

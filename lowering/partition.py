@@ -47,7 +47,8 @@ class JointPartition:
 def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     """Divides a joint graph.
 
-    The forward has what its outputs depend on, and every random operator; all else waits for the backward. This keeps the order in which random numbers are drawn.
+    The forward has what its outputs depend on, and every random operator, so that these keep their order; all else waits for the
+    backward.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if node.name.startswith("tangents")]
@@ -91,23 +92,27 @@ def is_random(node: fx.Node) -> bool:
     position = next((i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "dropout_p"), None)
     if position is None:
         return True
-    return (node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0
+    return bool((node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0)
 
 
-def root(node: fx.Node) -> fx.Node:
-    """The node whose memory `node` may share: the base of a chain of views and of copies that the lowering leaves out."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and _shares_memory(node):
+def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
+    """The node whose memory `node` may share: the base of a chain of views and, unless told otherwise, of copies that the lowering leaves out."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and _shares_memory(node, through_copies):
         node = node.args[0]
     return node
 
 
-def _shares_memory(node: fx.Node) -> bool:
+_COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
+
+
+def _shares_memory(node: fx.Node, through_copies: bool) -> bool:
     if node.target is operator.getitem:
-        return _shares_memory(node.args[0])  # type: ignore[arg-type]
+        return _shares_memory(node.args[0], through_copies)  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    copies = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
-    return node.target in copies or any(a.alias_info is not None for a in node.target._schema.arguments)
+    if node.target in _COPIES:
+        return through_copies
+    return any(a.alias_info is not None for a in node.target._schema.arguments)
 
 
 def _is_tensor(node: fx.Node) -> bool:

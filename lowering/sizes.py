@@ -29,7 +29,7 @@ def evaluator(numbers: Sequence[int | torch.SymInt], placeholders: Sequence[fx.N
         if any(symbol not in sources for symbol in expression.free_symbols):
             return None
         code.append(_python(expression, sources))
-    return eval(f"lambda args: ({', '.join(code)},)", _NAMES)  # noqa: S307 - the text comes from sympy's printer
+    return eval(f"lambda args: ({', '.join(code)},)", _NAMES)
 
 
 _NAMES: dict[str, Any] = {"math": __import__("math"), "min": min, "max": max, "abs": abs, "round": round}

@@ -97,6 +97,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.gt: lambda op, a, b: op.Greater(a, b),
     operator.ge: lambda op, a, b: op.GreaterOrEqual(a, b),
     operator.ne: lambda op, a, b: op.Not(op.Equal(a, b)),
+    operator.and_: lambda op, a, b: op.And(a, b),
+    operator.or_: lambda op, a, b: op.Or(a, b),
     torch.sym_float: as_double,
     torch.sym_int: _rounded("Floor"),
     torch.sym_not: lambda op, a: op.Not(a),
@@ -152,7 +154,7 @@ def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
         name = name_of(part)
         if isinstance(name, int):
             wanted.append(name)
-        elif i < len(source) and name is not None and isinstance(source[i], ir.SymbolicDim) and source[i].value == name:
+        elif i < len(source) and name is not None and getattr(source[i], "value", None) == name:
             wanted.append(0)
         else:
             wanted.append(-1)
@@ -161,3 +163,12 @@ def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
     if empty or wanted.count(-1) > 1:
         return op.Reshape(tensor, as_vector(op, size), allowzero=int(-1 not in [p for p in size if not isinstance(p, ir.Value)]))
     return op.Reshape(tensor, as_vector(op, wanted))
+
+
+def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:
+    """One of `FUNCTIONS` applied to numbers, at least one of which is an `ir.Value`; constants take its dtype."""
+    leaves = torch.utils._pytree.tree_leaves(list(args))
+    dtype = ir.DataType.DOUBLE if function is operator.truediv else next(leaf.dtype for leaf in leaves if isinstance(leaf, ir.Value))
+    assert dtype is not None
+    operands = torch.utils._pytree.tree_map(lambda a: a if isinstance(a, ir.Value) else constant(op, a, dtype), list(args))
+    return FUNCTIONS[function](op, *operands)

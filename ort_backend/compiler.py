@@ -82,9 +82,7 @@ def ort_training(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: 
 class _Compilation:
     """The callbacks of one compile, in the order in which AOTAutograd calls them."""
 
-    def __init__(
-        self, settings: CompileOptions, target: OrtTarget, compilation: records.Compilation, name: str, dump: debug.Dump | None
-    ) -> None:
+    def __init__(self, settings: CompileOptions, target: OrtTarget, compilation: records.Compilation, name: str, dump: debug.Dump | None) -> None:
         self.settings, self.target, self.name, self.dump = settings, target, name, dump
         self._compilation = compilation
         self._seconds = {"lowering": 0.0, "session": 0.0}
@@ -99,7 +97,7 @@ class _Compilation:
         """AOTAutograd's `partition_fn`."""
         with self._phase("lowering"):
             if self.dump is not None:
-                self.dump.fx(joint)
+                self.dump.graph(joint)
             made = lower_joint(joint.graph, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
         self._training = TrainingGraph(self._session(made.lowered), made.plan, self._counts)
         return halves(joint, made.partition)
@@ -121,7 +119,7 @@ class _Compilation:
         """AOTAutograd's `inference_compiler`."""
         with self._phase("lowering"):
             if self.dump is not None:
-                self.dump.fx(module)
+                self.dump.graph(module)
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name)
         session = self._session(lowered) if plan.fetch_devices else None
         self._lowered = lowered
@@ -186,7 +184,7 @@ def _keep_saved_tensors() -> None:
     """
     context = torch._guards.TracingContext.try_get()
     metadata = getattr(context, "fw_metadata", None)
-    if hasattr(metadata, "bw_donated_idxs"):
+    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
 
 

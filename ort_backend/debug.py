@@ -42,7 +42,7 @@ class Dump:
             raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
         return cls(directory, name)
 
-    def fx(self, module: fx.GraphModule) -> None:
+    def graph(self, module: fx.GraphModule) -> None:
         """Writes the FX graph."""
         text = module.print_readable(print_output=False, include_stride=True, include_device=True)
         self._path("fx.txt").write_text(text)

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend.lowering.graph import GraphLowering, LoweredGraph
-from ort_backend.lowering.partition import JointPartition, divide
+from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.runtime.binding import Input, Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -50,7 +50,7 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
     gradients, fetched = _add_gradients(lowering, partition)
     for value in values:
         # The user holds this memory. As a graph output (never fetched as one) no node of the backward may write its own result there.
-        lowering.add_output(value, value.name)
+        lowering.add_output(value)
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
@@ -122,10 +122,12 @@ class _Results:
         fake = node.meta["val"]
         is_tensor = isinstance(fake, torch.Tensor)
         permutation = _storage_order(fake) if is_tensor else None
-        key = (value, permutation)
+        # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each.
+        key = (value, permutation, root(node, through_copies=False))
         if key not in self._fetches:
             self._fetches[key] = len(self.values)
-            self.values.append(self._outgoing(value, fake, permutation))
+            is_copy = any(value is fetched for fetched in self.values)
+            self.values.append(self._lowering.fresh(value, fake) if is_copy else self._outgoing(value, fake, permutation))
             self.nodes.append(node)
         restored = None if permutation is None else _inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
@@ -145,7 +147,8 @@ def _storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from outermost to innermost in memory, for a dense tensor that is not contiguous; None for any other."""
     if fake.dim() < 2 or not all(isinstance(s, int) for s in (*fake.stride(), *fake.shape)) or fake.is_contiguous() or fake.is_complex():
         return None
-    order = sorted(range(fake.dim()), key=lambda d: (-fake.stride(d), d))
+    strides = fake.stride()
+    order = sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
     return tuple(order) if fake.permute(order).is_contiguous() else None
 
 
@@ -157,7 +160,7 @@ def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Seq
     collected = _Results(lowering, arguments)
     outputs = tuple(collected.add(node) for node in results)
     for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
-        lowering.add_output(value, value.name)
+        lowering.add_output(value)
     return outputs, collected.nodes
 
 
@@ -186,7 +189,7 @@ def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[
     if not nodes:  # a session needs an output
         tangent = partition.tangents[0]
         value = lowering.fresh(lowering.value(tangent), tangent.meta["val"])
-        lowering.add_output(value, value.name)
+        lowering.add_output(value)
         nodes = [tangent]
     return gradients, nodes
 

@@ -55,15 +55,16 @@ class CompileOptions:
         Raises:
             OptionError: a name is unknown (with the nearest known one) or a value is not accepted.
         """
-        if isinstance(options, cls):
+        if isinstance(options, CompileOptions):
             return options
         known = [field.name for field in dataclasses.fields(cls)]
-        for name in options or {}:
+        given: dict[str, Any] = {**options} if options else {}
+        for name in given:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
                 raise OptionError(f'unknown option {name!r} for backend="ort_training"; {hint}')
-        return cls(**dict(options or {}))
+        return cls(**given)
 
 
 def _is_int(value: object) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+_UNKNOWN, _NONE = -2, -1
+
 
 class Owner:
     """Watches one parameter of the model that ran last."""
@@ -19,21 +21,23 @@ class Owner:
     def __init__(self, release: Callable[[], None]) -> None:
         # The callback of a weak reference lives in the reference, which lives in the graph: it must not hold the graph in turn.
         self._release = weakref.WeakMethod(release)
-        self._position: int | None = None
+        self._position = _UNKNOWN
         self._parameter: weakref.ref[torch.Tensor] | None = None
 
     def watch(self, args: Sequence[Any]) -> None:
         """To be called with the graph's arguments before each run; costs a comparison."""
         if self._parameter is None:
-            if self._position is None:
-                self._position = next((i for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)), -1)
+            if self._position == _UNKNOWN:
+                self._position = next((i for i, arg in enumerate(args) if isinstance(arg, torch.nn.Parameter)), _NONE)
             if self._position >= 0:
                 self._hold(args[self._position])
         elif self._parameter() is not args[self._position]:
             self._hold(args[self._position])
 
     def _hold(self, parameter: torch.Tensor) -> None:
-        def died(reference: weakref.ref[torch.Tensor], owner: Any = weakref.ref(self)) -> None:
+        owner = weakref.ref(self)
+
+        def died(reference: weakref.ref[torch.Tensor]) -> None:
             watcher = owner()
             if watcher is not None and watcher._parameter is reference:
                 watcher._parameter = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_int64, c_void_p, py_object
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_void_p, py_object
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ def _run(
         tensors = [_from_dlpack(ctypes.cast(word, py_object).value) for word in _words(args, c_void_p)]
         function = ctypes.cast(callback, py_object).value
         values = [None, *map(_to_dlpack, function(*tensors))]
-    except BaseException as error:  # anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
+    except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         _pending.error = error
     return _give(result, values)
 

@@ -68,9 +68,6 @@ def hoist(graph: fx.Graph) -> Hoisted:
         draw = _draw_of(node, placeholders)
         if draw is None:
             return Hoisted(tuple(draws), tuple(random[i:]))
-        if not node.users:
-            # Nothing uses the numbers, but eager draws them all the same.
-            pass
         with graph.inserting_after([*placeholders, *(n for n in graph.nodes if "draw" in n.meta)][-1]):
             placeholder = graph.placeholder(f"random_{len(draws)}")
         placeholder.meta["draw"] = len(draws)
@@ -155,6 +152,6 @@ def _replace(graph: fx.Graph, node: fx.Node, placeholder: fx.Node) -> None:
         scaled = graph.call_function(aten.native_dropout_backward.default, (source, placeholder, scale))
     scaled.meta = {**node.meta, "val": output}
     for user in list(node.users):
-        user.replace_all_uses_with((scaled, placeholder)[user.args[1]])  # type: ignore[index,call-overload]
+        user.replace_all_uses_with((scaled, placeholder)[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
     graph.erase_node(node)

@@ -1,0 +1,56 @@
+"""Where ONNX nodes come from: the FX node and the user's line, written on them as metadata, so that errors and dumps can name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+
+class Provenance:
+    """Writes the FX node and the user's stack trace on every ONNX node made inside."""
+
+    def __init__(self, graph: ir.Graph, node: fx.Node) -> None:
+        self.graph, self.node, self.start = graph, node, len(graph)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if len(self.graph) == self.start:
+            return
+        where = user_line(self.node)
+        for made in newest(self.graph, len(self.graph) - self.start):
+            made.metadata_props.clear()
+            made.metadata_props["fx_node"] = self.node.format_node() or self.node.name
+            made.metadata_props["stack_trace"] = where
+
+
+def newest(graph: ir.Graph, count: int) -> list[ir.Node]:
+    """The `count` newest nodes, oldest first."""
+    nodes = reversed(graph)
+    return [next(nodes) for _ in range(count)][::-1]
+
+
+def user_line(node: fx.Node) -> str:
+    """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
+    trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    for i in range(len(trace) - 1, -1, -1):
+        if trace[i].startswith("File "):
+            source = trace[i + 1] if i + 1 < len(trace) else ""
+            return f"{trace[i]}: {source}" if source else trace[i]
+    return ""
+
+
+def at(where: str) -> str:
+    """The end of an error message: the user's line, if it is known."""
+    return f"\n  at {where}" if where else ""
+
+
+def operator_name(target: object) -> str:
+    """The qualified name of an operator (`aten::sum.dim_IntList`), or of a function."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.name().removesuffix(".default")
+    return getattr(target, "__name__", str(target))

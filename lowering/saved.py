@@ -1,0 +1,37 @@
+"""What waits in memory between the forward and the backward of a training graph."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+
+def kept_bytes(graph: ir.Graph, hints: dict[str, int]) -> int:
+    """Bytes of what crosses the `YieldOp`; a reshape shares the memory of what it reshapes."""
+    before: set[ir.Value] = set()
+    kept: set[ir.Value] = set()
+    passed = False
+    for node in graph:
+        if node.op_type == "YieldOp":
+            passed = True
+        elif not passed:
+            before.update(node.outputs)
+        else:
+            kept.update(_memory(value) for value in node.inputs if value is not None and _memory(value) in before)
+    return sum(_bytes(value, hints) for value in kept)
+
+
+def _memory(value: ir.Value) -> ir.Value:
+    producer = value.producer()
+    while producer is not None and producer.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten"):
+        value = producer.inputs[0]  # type: ignore[assignment]
+        producer = value.producer()
+    return value
+
+
+def _bytes(value: ir.Value, hints: dict[str, int]) -> int:
+    if value.dtype is None or value.shape is None:
+        return 0
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else hints.get(size.value or "", 1)
+    return int(count * value.dtype.itemsize)
