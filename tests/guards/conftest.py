@@ -89,7 +89,7 @@ def check(compiled: Callable[..., Any]) -> Callable[..., None]:
 
     def run(
         bad: Callable[..., None],
-        good: Callable[..., None] | None,
+        good: Callable[..., None],
         kind: str,
         source: str,
         before: str | None,
@@ -110,8 +110,6 @@ def check(compiled: Callable[..., Any]) -> Callable[..., None]:
         assert diagnosed.remedy.text and "No remedy is known" not in diagnosed.remedy.text
         assert not code or diagnosed.remedy.code == code
         assert diagnosed.remedy.text[:40] in str(guards.report())
-        if good is None:
-            return
         torch._dynamo.reset()
         records.clear()
         good(compiled, Code(diagnosed.remedy.code))

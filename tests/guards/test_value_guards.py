@@ -128,6 +128,12 @@ def enum_bad(compile: Compile) -> None:
     f(torch.ones(2), Color.BLUE)
 
 
+def enum_good(compile: Compile, code: Code) -> None:
+    by_color = {Color.RED: compile(train_step), Color.BLUE: compile(eval_step)}
+    for color in (Color.RED, Color.BLUE, Color.RED):
+        by_color[color](torch.ones(2))
+
+
 def global_bad(compile: Compile) -> None:
     global FACTOR
     f = compile(lambda x: x * FACTOR)
@@ -234,6 +240,12 @@ def contains_bad(compile: Compile) -> None:
     f({"a": torch.ones(2), "mask": torch.ones(2)})
 
 
+def contains_good(compile: Compile, code: Code) -> None:
+    f = compile(lambda batch: batch["a"] * batch["mask"] + 1)
+    for given in ({"a": torch.ones(2)}, {"a": torch.ones(2), "mask": torch.ones(())}):
+        f(code.gives("batch", batch=given, KEYS=("a", "mask")))
+
+
 def length_bad(compile: Compile) -> None:
     f = compile(total)
     for count in (2, 3):
@@ -283,7 +295,7 @@ TABLE: list[dict[str, Any]] = [
     Row(bad=float_bad, good=float_good, kind="python value", source="k", before="0.1", now="0.2", code="k = torch.tensor(0.2)"),
     Row(bad=string_bad, good=string_good, kind="python value", source="mode", before="'train'", now="'test'"),
     Row(bad=flag_bad, good=flag_good, kind="python value", source="mode", before="True", now="False"),
-    Row(bad=enum_bad, good=None, kind="python value", source="color", before=None, now="Color.BLUE"),
+    Row(bad=enum_bad, good=enum_good, kind="python value", source="color", before=None, now="Color.BLUE"),
     Row(bad=global_bad, good=global_good, kind="python value", source="FACTOR", before="3", now="4", code="FACTOR = torch.tensor(4)"),
     Row(bad=closure_bad, good=closure_good, kind="closure value", source="amount", before="1", now="2", code="amount = torch.tensor(2)"),
     Row(bad=identity_bad, good=identity_good, kind="object identity", source="fn", before=None, now="made"),
@@ -292,7 +304,7 @@ TABLE: list[dict[str, Any]] = [
     ),
     Row(bad=type_bad, good=type_good, kind="type", source="fn", before="ReLU", now="Tanh"),
     Row(bad=keys_bad, good=keys_good, kind="dict keys", source="batch.keys()", before="2 keys", now="['a']"),
-    Row(bad=contains_bad, good=None, kind="dict keys", source="'mask' in batch", before="absent", now="present"),
+    Row(bad=contains_bad, good=contains_good, kind="dict keys", source="'mask' in batch", before="absent", now="present"),
     Row(bad=length_bad, good=length_good, kind="length", source="len(xs)", before="2", now="3", code="xs = torch.stack(tuple(xs))"),
     Row(bad=attribute_bad, good=attribute_good, kind="attribute", source="self.ready", before="absent", now="present", passed_as="model.ready"),
 ]
