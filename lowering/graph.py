@@ -129,7 +129,16 @@ class GraphLowering:
 
     def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
         """`value` with its dimensions permuted."""
-        made = self.op.Transpose(value, perm=list(permutation))
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Transpose" and "perm" in producer.attributes:
+            # Two that cancel out are not left to ONNX Runtime: if nothing but a tangent is left, it cannot be fetched.
+            source = producer.inputs[0]
+            assert source is not None
+            first = list(producer.attributes["perm"].as_ints())
+            permutation = [first[d] for d in permutation]
+            value = source
+        identity = list(permutation) == list(range(len(permutation)))
+        made = self.op.Identity(value) if identity else self.op.Transpose(value, perm=list(permutation))
         assert value.shape is not None
         made.type, made.shape = value.type, ir.Shape([value.shape[d] for d in permutation])
         return made

@@ -360,7 +360,7 @@ def eye_m(op: Any, n: Size, m: Size, dtype: torch.dtype | None = None, layout: A
 
 @register(aten.tril_indices.default)
 def tril_indices(
-    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> ir.Value:
     """tril_indices(int row, int col, int offset=0, *, ScalarType? dtype=long, ...) -> Tensor"""
     return constant(op, torch.tril_indices(row, col, offset).numpy(), ir.DataType.INT64)
@@ -368,7 +368,7 @@ def tril_indices(
 
 @register(aten.triu_indices.default)
 def triu_indices(
-    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    op: Any, row: int, col: int, offset: int = 0, dtype: torch.dtype = torch.int64, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> ir.Value:
     """triu_indices(int row, int col, int offset=0, *, ScalarType? dtype=long, ...) -> Tensor"""
     return constant(op, torch.triu_indices(row, col, offset).numpy(), ir.DataType.INT64)

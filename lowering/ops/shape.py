@@ -73,6 +73,10 @@ def unsqueeze(op: Any, self: ir.Value, dim: int) -> ir.Value:
 def permute(op: Any, self: ir.Value, dims: Sequence[int]) -> ir.Value:
     """permute(Tensor self, int[] dims) -> Tensor"""
     order = [axis(self, d) for d in dims]
+    before = self.producer()
+    if before is not None and before.op_type == "Transpose" and "perm" in before.attributes and before.inputs[0].shape is not None:  # type: ignore[union-attr]
+        first = list(before.attributes["perm"].as_ints())
+        self, order = before.inputs[0], [first[d] for d in order]  # type: ignore[assignment]
     return self if order == list(range(rank(self))) else op.Transpose(self, perm=order)
 
 

@@ -33,11 +33,11 @@ def lower(module: fx.GraphModule, target: OrtTarget = _TARGET) -> LoweredGraph:
             graph.add_input(node, node.name)
     graph.run(node for node in nodes if node.op in ("call_function", "get_attr"))
     results = torch.utils._pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
-    for i, result in enumerate(results):
+    for result in results:
         value = graph.value(result)
         if value.is_graph_input() or value.is_graph_output() or value.is_initializer():
             value = graph.fresh(value, result.meta["val"])
-        graph.add_output(value, f"output_{i}")
+        graph.add_output(value)
     return graph.finish()
 
 

@@ -1,0 +1,69 @@
+"""The table of lowerings: signatures, duplicates, names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ort_backend.lowering import registry
+from ort_backend.lowering.registry import Lowering, register
+
+aten = torch.ops.aten
+
+
+def _lowerings() -> Iterator[Any]:
+    for target, lowerings in registry.registered().items():
+        for lowering in lowerings:
+            requires = "+".join(lowering.requires)
+            yield pytest.param(lowering, id=f"{target}[{requires}]" if requires else str(target))
+
+
+@pytest.mark.parametrize("lowering", list(_lowerings()))
+def test_signature_is_the_schema(lowering: Lowering) -> None:
+    op, *parameters = inspect.signature(lowering.function).parameters.values()
+    arguments = lowering.target._schema.arguments
+    assert op.name == "op"
+    assert [parameter.name for parameter in parameters] == [argument.name for argument in arguments]
+    for parameter, argument in zip(parameters, arguments):
+        # A default that the schema lacks is that of another overload, which shares the function.
+        if argument.has_default_value():
+            assert _plain(parameter.default) == _plain(argument.default_value), parameter.name
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            assert argument.kwarg_only, f"{parameter.name} may come by position"
+
+
+def _plain(default: Any) -> Any:
+    """A default in one form: `int[2] padding=0` reads as 0 and as [0, 0], `ScalarType dtype=long` as a dtype and as its number."""
+    if isinstance(default, torch.dtype):
+        return {torch.int64: 4}[default]
+    if isinstance(default, (list, tuple)):
+        return default[0] if len(default) > 0 and all(part == default[0] for part in default) else list(default)
+    return default
+
+
+@pytest.mark.parametrize("lowering", list(_lowerings()))
+def test_named_arguments_exist(lowering: Lowering) -> None:
+    names = {argument.name for argument in lowering.target._schema.arguments}
+    # A function that several overloads share names the arguments of all of them.
+    parameters = set(inspect.signature(lowering.function).parameters)
+    assert lowering.keep <= names | parameters
+    assert lowering.whole_storage <= names
+
+
+def test_every_lowering_says_what_it_lowers() -> None:
+    undocumented = [str(target) for target, lowerings in registry.registered().items() for one in lowerings if not one.function.__doc__]
+    assert not undocumented
+
+
+def test_a_duplicate_is_refused() -> None:
+    with pytest.raises(ValueError, match="already has a lowering"):
+        register(aten.add.Tensor)(lambda op, self, other, alpha=1: self)
+
+
+def test_an_overload_packet_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes operator overloads"):
+        register(aten.add)  # type: ignore[arg-type]
