@@ -71,7 +71,7 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
 def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph."""
     hoisted = hoist(graph)
-    graph.eliminate_dead_code(lambda node: False if node.op == "placeholder" else node.is_impure())
+    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure())
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     primals = [node for node in placeholders if "draw" not in node.meta]
     draws = [node for node in placeholders if "draw" in node.meta]

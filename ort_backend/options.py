@@ -29,6 +29,8 @@ class CompileOptions:
             `VerificationError` naming the first that differs.
         dump_dir: Directory that gets, for every graph, the FX text, the `.onnx` files before and after ONNX Runtime's
             optimiser, and a runnable repro script. None writes nothing.
+        guard_log: File to which a JSON line is appended for every compile; `python -m ort_backend.guards FILE` reads it. Under
+            `torch.distributed` each rank writes a file of its own.
     """
 
     provider: str | None = None
@@ -38,6 +40,7 @@ class CompileOptions:
     strict: bool = False
     verify: int = 0
     dump_dir: str | None = None
+    guard_log: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.provider is None or isinstance(self.provider, str), "provider", self.provider, "a provider name or None")
@@ -47,6 +50,7 @@ class CompileOptions:
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
         _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")
+        _require(self.guard_log is None or isinstance(self.guard_log, (str, os.PathLike)), "guard_log", self.guard_log, "a path or None")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:
