@@ -148,7 +148,9 @@ class Training:
         matrices = [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
         vectors = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99))
+        # With the usual eps of 1e-8 a gradient that is next to nothing still moves its weight by the full learning rate, in the
+        # direction of its rounding error: two eager trainings that differ in the last bit of their weights then part by 1e-2.
+        self.optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.99), eps=1e-5)
 
     def step(self) -> float:
         """One step of AdamW; the seconds that it took."""
@@ -176,12 +178,12 @@ class Training:
     def continue_text(self, prompt: Tensor, length: int) -> Tensor:
         """`length` characters sampled after `prompt` [batch, context], through the compiled model."""
         self.model.eval()
-        text = prompt
+        window, text = prompt, []
         for _ in range(length):
-            logits = self.compiled(text[:, -self.args.context :])
-            text = torch.cat([text, torch.multinomial(F.softmax(logits / 0.7, dim=-1), 1)], dim=1)
+            text.append(torch.multinomial(F.softmax(self.compiled(window) / 0.7, dim=-1), 1))
+            window = torch.cat([window[:, 1:], text[-1]], dim=1)
         self.model.train()
-        return text[:, prompt.shape[1] :]
+        return torch.cat(text, dim=1)
 
 
 def train(training: Training) -> None:
@@ -240,7 +242,7 @@ def show_samples(training: Training, corpus: Corpus) -> None:
 def show_table(trainings: list[Training], medians: dict[str, float], args: argparse.Namespace) -> None:
     threads = "one thread" if args.device == "cpu" else args.device
     table = Table(title=f"{args.steps} steps, {args.batch} x {args.context} characters, {threads}")
-    for heading in ("backend", "first step", "median step", "times eager's speed", f"loss at step {args.steps}"):
+    for heading in ("backend", "first step", "median step", "speed, eager = 1", f"loss at step {args.steps}"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
     for training in trainings:
         median = medians[training.backend]
@@ -279,16 +281,16 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--context", type=int, default=64, help="characters that the model sees at once")
     model.add_argument("--dropout", type=float, default=0.05)
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=600)
+    training.add_argument("--steps", type=int, default=500)
     training.add_argument("--batch", type=int, default=16)
-    training.add_argument("--learning-rate", type=float, default=6e-3)
+    training.add_argument("--learning-rate", type=float, default=3e-3)
     training.add_argument("--seed", type=int, default=1)
     training.add_argument("--device", default="cpu")
     compare = parser.add_argument_group("comparison")
     compare.add_argument("--backend", default="ort_training", help="the backend that is trained beside eager")
     compare.add_argument("--also-time", nargs="*", default=["inductor"], metavar="BACKEND", help="further backends, timed for some steps only")
     compare.add_argument("--rounds", type=int, default=5, help="rounds of four timed steps of each backend")
-    compare.add_argument("--tolerance", type=float, default=0.02, help="largest difference of the two losses at any step that still passes")
+    compare.add_argument("--tolerance", type=float, default=0.01, help="largest difference of the two losses at any step that still passes")
     compare.add_argument("--samples", type=int, default=2)
     compare.add_argument("--sample-length", type=int, default=250, help="characters")
     compare.add_argument("--out", type=Path, default=Path("out"), help="folder of the PNG")
@@ -314,12 +316,11 @@ def main() -> int:
     file = args.out / "train_gpt.png"
     draw_losses(eager, compiled, file)
     console.print(f"The loss curves are in {file}")
-    console.print(ort_backend.report())
-
     apart = max(abs(a - b) for a, b in zip(eager.losses[: args.steps], compiled.losses[: args.steps], strict=True))
     same = apart <= args.tolerance
     verdict = "[green]the same curve[/]" if same else "[red]NOT the same curve[/]"
     console.print(f"eager and {args.backend}: losses at most {apart:.1e} apart at any step, {args.tolerance} allowed: {verdict}")
+    console.print(ort_backend.report())
     return 0 if same else 1
 
 
