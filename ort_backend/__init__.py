@@ -50,6 +50,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "guards":  # ort_backend.guards.report() works without an import of its own
+        return importlib.import_module("ort_backend.guards")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
