@@ -5,6 +5,9 @@ what has a lowering of ours stays whole, so that writing one is all it takes to 
 
 Whatever the table, AOTAutograd takes apart what has a Python kernel for CompositeImplicitAutograd: `upsample_*` (into gathers), `lstm`, `gru`,
 `matmul`, `one_hot`, `dropout` (into `native_dropout`), `hardshrink`, ... (read in torch 2.13).
+
+Two traps of other tables: `lift_fresh` as a no-op breaks every `torch.tensor(...)` literal in a model, and the references for `diagonal_scatter`
+and `uniform` write `prims.copy_to` (a mutation in a functional graph) and `prims.uniform` (another stream of random numbers).
 """
 
 from __future__ import annotations
@@ -26,31 +29,11 @@ _ADDED = (
     aten.huber_loss.default,  # likewise
 )
 
-# In the core table, and yet whole even where we have no lowering.
+# In the core table, and yet whole whether or not there is a lowering.
 _WHOLE = (
     # The decomposition returns the attention matrix where the backward operator expects the log-sum-exp: wrong gradients.
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    # Views: the partitioner and torch_lib know them as they are; their decompositions are chains of other views.
-    aten.t.default,
-    aten.transpose.int,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unbind.int,
-    aten.split.Tensor,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.detach.default,  # a reference, not a copy
-    aten._unsafe_view.default,
-    aten._reshape_alias.default,
-    # One ONNX node against several.
-    aten.pixel_shuffle.default,  # DepthToSpace
-    aten.pixel_unshuffle.default,  # SpaceToDepth
-    aten.stack.default,
-    aten.sum.default,
-    aten.empty_like.default,
-    aten.arange.default,
-    aten.arange.start,
+    aten.detach.default,  # a reference: its decomposition is another one
 )
 
 

@@ -14,8 +14,8 @@ aten = torch.ops.aten
 @register(aten.native_dropout_backward.default, requires=("com.microsoft::DropoutGrad",), promote="output", keep=("mask",))
 def native_dropout_backward_fused(op, grad_output, mask, scale):
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
-    if scale < 1:
-        raise Unsupported("everything was dropped")  # the ratio would be 1, its inverse infinite
+    if scale <= 1:
+        raise Unsupported("nothing or everything was dropped")  # the kernel does not look at the mask then
     return microsoft(op, "DropoutGrad", grad_output, mask, constant(op, 1 - 1 / scale, grad_output.dtype), like=grad_output)
 
 

@@ -31,6 +31,16 @@ def _untransposed(value: ir.Value) -> tuple[ir.Value, bool]:
     return source, True
 
 
+def _matmul(op: Any, left: ir.Value, right: ir.Value) -> ir.Value:
+    """left @ right. A sum over nothing is zero, which ONNX Runtime's MatMul leaves unwritten and its Gemm refuses (1.19.2)."""
+    if left.shape[-1] != 0:  # type: ignore[index]
+        return op.MatMul(left, right)
+    size = op.Shape(left, start=0, end=-1)
+    if right.shape.rank() > 1:  # type: ignore[union-attr]
+        size = op.Concat(size, op.Shape(right, start=-1), axis=0)
+    return op.Expand(scalar_like(op, 0, left), size)
+
+
 def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Value:
     if not isinstance(factor, ir.Value) and factor == 1:
         return tensor
@@ -38,7 +48,7 @@ def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Val
 
 
 def _has_gemm(left: ir.Value) -> bool:
-    """Whether Gemm takes a product with this left side: it refuses integers, and to sum over nothing."""
+    """Whether Gemm takes a product with this left side: not integers, and no sum over nothing."""
     return left.dtype in _FLOATS and left.shape[-1] != 0  # type: ignore[index]
 
 
@@ -52,14 +62,14 @@ def mm(op, self, mat2):
     (a, trans_a), (b, trans_b) = _untransposed(self), _untransposed(mat2)
     if _has_gemm(self) and (trans_a or trans_b):
         return op.Gemm(a, b, transA=int(trans_a), transB=int(trans_b))
-    return op.MatMul(self, mat2)
+    return _matmul(op, self, mat2)
 
 
 @register(aten.addmm.default, promote="output")
 def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     if not _has_gemm(mat1) or isinstance(alpha, ir.Value) or isinstance(beta, ir.Value):
-        return _plus(op, self, op.MatMul(mat1, mat2), beta, alpha)
+        return _plus(op, self, _matmul(op, mat1, mat2), beta, alpha)
     (a, trans_a), (b, trans_b) = _untransposed(mat1), _untransposed(mat2)
     attributes = {"alpha": float(alpha), "beta": float(beta), "transA": int(trans_a), "transB": int(trans_b)}
     return op.Gemm(a, b, **attributes) if _is_zero(beta) else op.Gemm(a, b, self, **attributes)
@@ -80,8 +90,8 @@ def bmm_fused(op, self, mat2):
 def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir.Value:
     """alpha left @ right with their transposes inside."""
     (a, trans_a), (b, trans_b) = _untransposed(left), _untransposed(right)
-    if not (trans_a or trans_b) and alpha == 1:
-        return op.MatMul(left, right)
+    if not (trans_a or trans_b) and alpha == 1 or left.shape[-1] == 0:  # type: ignore[index]
+        return _matmul(op, left, right)
     like = ir.Value(type=left.type, shape=ir.Shape([*left.shape[:-1], right.shape[-1]]))  # type: ignore[index]
     return microsoft(op, "FusedMatMul", a, b, like=like, transA=int(trans_a), transB=int(trans_b), alpha=float(alpha))
 
@@ -89,27 +99,27 @@ def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir
 @register(aten.bmm.default, promote="output")
 def bmm(op, self, mat2):
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
-    return op.MatMul(self, mat2)
+    return _matmul(op, self, mat2)
 
 
 @register(aten.baddbmm.default, requires=_FUSED, promote="output")
 def baddbmm_fused(op, self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     if isinstance(alpha, ir.Value) or batch1.dtype not in _FLOATS:
-        return _plus(op, self, op.MatMul(batch1, batch2), beta, alpha)
+        return _plus(op, self, _matmul(op, batch1, batch2), beta, alpha)
     return _plus(op, self, _product(op, batch1, batch2, alpha), beta, 1)
 
 
 @register(aten.baddbmm.default, promote="output")
 def baddbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _plus(op, self, op.MatMul(batch1, batch2), beta, alpha)
+    return _plus(op, self, _matmul(op, batch1, batch2), beta, alpha)
 
 
 @register(aten.addbmm.default, promote="output")
 def addbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
     """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    return _plus(op, self, op.ReduceSum(op.MatMul(batch1, batch2), int64s(op, [0]), keepdims=0), beta, alpha)
+    return _plus(op, self, op.ReduceSum(_matmul(op, batch1, batch2), int64s(op, [0]), keepdims=0), beta, alpha)
 
 
 @register(aten.mv.default, promote="output")
@@ -132,4 +142,4 @@ def _times_vector(op: Any, matrix: ir.Value, vector: ir.Value) -> ir.Value:
 @register(aten.dot.default, aten.vdot.default, promote="output")
 def dot(op, self, tensor):
     """dot(Tensor self, Tensor tensor) -> Tensor"""
-    return op.MatMul(self, tensor)
+    return _matmul(op, self, tensor)

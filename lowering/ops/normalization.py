@@ -127,11 +127,11 @@ def _batch_norm_fused(
     _refuse_double(input)
     weight, bias = _affine(op, input, weight, bias)
     # The kernel writes its running statistics over the old ones (an alias in ONNX Runtime), which therefore must be values that nothing
-    # else reads, and two of them. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.
-    scratch = op.Mul(running_mean, 0.5), op.Mul(running_var, 0.5)
+    # else reads, nor is merged with. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.
+    scratch = [op.Mul(old, float(len(op.builder.graph))) for old in (running_mean, running_var)]
     attributes = {"epsilon": eps, "momentum": 0.0, "training_mode": 1}
     like = (input, bias, bias, bias, bias)
-    out, mean, variance, _, rstd = microsoft(op, "BatchNormInternal", input, weight, bias, *scratch, like=like, **attributes)
+    out, _, variance, mean, rstd = microsoft(op, "BatchNormInternal", input, weight, bias, *scratch, like=like, **attributes)
     return out, mean, variance, rstd
 
 

@@ -1,0 +1,58 @@
+"""Convolutions against eager, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import randn
+
+aten = torch.ops.aten
+contrib = pytest.mark.parametrize("contrib", [True, False], ids=["fused", "plain"])
+PLAIN: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "transposed": False, "output_padding": 0, "groups": 1}
+
+
+def _both(dims: int, mask: list[bool], **settings: Any) -> Callable[..., list[torch.Tensor | None]]:
+    given = {**PLAIN, **settings}
+    args = [value if name in ("transposed", "groups") else [value] * dims for name, value in given.items()]
+
+    def both(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor | None]:
+        out = aten.convolution(x, w, b if mask[2] else None, *args)
+        return [out, *aten.convolution_backward(out.cos(), x, w, [8], *args, mask)]
+
+    return both
+
+
+@contrib
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"stride": 2, "padding": 1, "groups": 2}, {"dilation": 2, "padding": 2, "groups": 4}, {"stride": 3, "dilation": 2, "padding": 1}],
+    ids=str,
+)
+def test_convolution(check: Callable, contrib: bool, dims: int, settings: dict[str, Any]) -> None:
+    w, b = randn(8, 4 // settings.get("groups", 1), *[3] * dims), randn(8)
+    also = (randn(3, 4, *[8] * dims), w, b) if dims == 2 else None
+    check(_both(dims, [True] * 3, **settings), randn(2, 4, *[7] * dims), w, b, also=also, contrib=contrib, atol=1e-3)
+
+
+@contrib
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"stride": 2, "padding": 1, "output_padding": 1}, {"stride": 2, "dilation": 2, "padding": 1, "groups": 4}],
+    ids=str,
+)
+def test_transposed_convolution(check: Callable, contrib: bool, dims: int, settings: dict[str, Any]) -> None:
+    w, b = randn(4, 8 // settings.get("groups", 1), *[3] * dims), randn(8)
+    also = (randn(3, 4, *[6] * dims), w, b)
+    check(_both(dims, [True] * 3, transposed=True, **settings), randn(2, 4, *[5] * dims), w, b, also=also, contrib=contrib, atol=1e-3)
+
+
+@contrib
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("mask", [[False, True, True], [True, False, False], [False, True, False]], ids=str)
+def test_only_the_gradients_that_are_wanted(check: Callable, contrib: bool, transposed: bool, mask: list[bool]) -> None:
+    check(_both(2, mask, transposed=transposed), randn(2, 4, 6, 6), randn(4, 8, 3, 3) if transposed else randn(8, 4, 3, 3), randn(8), contrib=contrib)

@@ -1,0 +1,89 @@
+"""Losses against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import randint, randn
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+reductions = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+
+
+@reductions
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sizes", [((7, 5), (3, 5)), ((2, 5, 3, 4), (3, 5, 3, 4))], ids=["rows", "pictures"])
+def test_negative_log_likelihood(check: Callable, reduction: int, weighted: bool, sizes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def sample(size: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        target = randint(0, 5, (size[0], *size[2:]))
+        target[1] = -100
+        x = randn(size)
+        x[1, 0] = -torch.inf  # an ignored row must not turn into nan
+        return torch.tensor(2.3), randn(target.shape if reduction == 0 else ()), x, target, *([torch.arange(1.0, 6.0)] if weighted else [])
+
+    forward, backward = (aten.nll_loss_forward, aten.nll_loss_backward) if len(sizes[0]) == 2 else (aten.nll_loss2d_forward, aten.nll_loss2d_backward)
+
+    def both(
+        total: torch.Tensor, g: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        return *forward(x, target, weight, reduction, -100), backward(g, x, target, weight, reduction, -100, total)
+
+    check(both, *sample(sizes[0]), also=sample(sizes[1]))
+
+
+@reductions
+def test_negative_log_likelihood_of_one_row(check: Callable, reduction: int) -> None:
+    def both(g: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *aten.nll_loss_forward(x, target, None, reduction, -100), aten.nll_loss_backward(
+            g, x, target, None, reduction, -100, torch.tensor(1.0)
+        )
+
+    check(both, randn(()), randn(5), torch.tensor(2))
+
+
+def test_everything_ignored(check: Callable) -> None:
+    target = torch.full((4,), -100)
+    check(lambda x, t: aten.nll_loss_forward(x, t, None, 1, -100), randn(4, 5), target)
+    check(lambda g, x, t: aten.nll_loss_backward(g, x, t, None, 1, -100, torch.tensor(0.0)), randn(()), randn(4, 5), target)
+
+
+@pytest.mark.parametrize("dim", [2, 4])
+def test_cross_entropy_needs_no_dense_gradient_of_the_likelihood(check: Callable, dim: int) -> None:
+    def loss(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = torch.func.vjp(lambda x: F.cross_entropy(x, target, label_smoothing=0.0), x)
+        return out, *pull(out.cos())
+
+    size = (4, 5) if dim == 2 else (4, 5, 3, 3)
+    target = randint(0, 5, (4, *size[2:]))
+    target[0] = -100
+    lowered = check(loss, randn(size), target, also=(randn(2, *size[1:]), target[:2]))
+    assert lowered.op_types.count("ScatterElements") == 1 and "ConstantOfShape" not in lowered.op_types
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.binary_cross_entropy_with_logits,
+        F.soft_margin_loss,
+        lambda x, y: F.binary_cross_entropy(x.sigmoid(), y),
+        lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        lambda x, y: F.cross_entropy(x, y.softmax(-1)),
+        lambda x, y: F.cross_entropy(x, y.argmax(-1), label_smoothing=0.1),
+        lambda x, y: F.cosine_embedding_loss(x, y, y[:, 0].sign()),
+        lambda x, y: F.poisson_nll_loss(x, y),
+        lambda x, y: F.margin_ranking_loss(x[:, 0], y[:, 0], y[:, 1].sign()),
+    ],
+)
+def test_losses_that_are_decomposed(check: Callable, loss: Callable) -> None:
+    def both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = torch.func.vjp(lambda x: loss(x, y), x)
+        return out, *pull(torch.ones_like(out))
+
+    check(both, randn(4, 5), torch.rand(4, 5), also=(randn(3, 5), torch.rand(3, 5)))

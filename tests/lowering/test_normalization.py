@@ -1,0 +1,97 @@
+"""Normalizations against eager, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import randn
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+contrib = pytest.mark.parametrize("contrib", [True, False], ids=["fused", "plain"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+@contrib
+@dtypes
+@pytest.mark.parametrize("size", [(6,), (5, 6)])
+@pytest.mark.parametrize("affine", [0, 1, 2])
+def test_layer_norm(check: Callable, contrib: bool, dtype: torch.dtype, size: tuple[int, ...], affine: int) -> None:
+    def both(g: torch.Tensor, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight, bias = (*weights, None, None)[:2]
+        out, mean, rstd = aten.native_layer_norm(x, list(size), weight, bias, 1e-5)
+        mask = [True, weight is not None, bias is not None]
+        return out, mean, rstd, *aten.native_layer_norm_backward(g, x, list(size), mean, rstd, weight, bias, mask)
+
+    weights = [randn(size, dtype=dtype) for _ in range(affine)]
+    inputs, also = ([randn(n, 5, 6, dtype=dtype) for _ in range(2)] for n in (4, 3))
+    check(both, *inputs, *weights, also=(*also, *weights), contrib=contrib)
+
+
+def test_layer_norm_leaves_out_gradients(check: Callable) -> None:
+    def backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _, mean, rstd = aten.native_layer_norm(x, [6], w, w, 1e-5)
+        return aten.native_layer_norm_backward(g, x, [6], mean, rstd, w, w, [False, True, False])
+
+    check(backward, randn(4, 6), randn(4, 6), randn(6))
+
+
+def test_rms_norm(check: Callable) -> None:
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = torch.func.vjp(lambda x, w: F.rms_norm(x, (6,), w, 1e-5), x, w)
+        return out, *pull(out.cos())
+
+    check(both, randn(4, 6), randn(6), also=(randn(3, 6), randn(6)))
+
+
+@contrib
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("size", [(3,), (3, 5), (3, 5, 4), (3, 3, 4, 2)], ids=len)
+def test_batch_norm(check: Callable, contrib: bool, training: bool, size: tuple[int, ...]) -> None:
+    def both(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> list[torch.Tensor]:
+        out, batch_mean, rstd, new_mean, new_var = aten._native_batch_norm_legit_functional(x, w, b, mean, var, training, 0.1, 1e-5)
+        grads = aten.native_batch_norm_backward(g, x, w, mean, var, batch_mean, rstd, training, 1e-5, [True] * 3)
+        return [out, new_mean, new_var, *grads, *([batch_mean, rstd] if training else [])]
+
+    vectors = (randn(3), randn(3), randn(3), torch.rand(3) + 0.5)
+    inputs, also = ((randn(n, *size), 2 * randn(n, *size) + 1) for n in (4, 6))
+    check(both, *inputs, *vectors, also=(*also, *vectors), contrib=contrib)
+
+
+@dtypes
+def test_batch_norm_without_weights(check: Callable, dtype: torch.dtype) -> None:
+    def both(g: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> list[torch.Tensor | None]:
+        out, batch_mean, rstd, *new = aten._native_batch_norm_legit_functional(x, None, None, mean, var, True, 0.1, 1e-5)
+        return [out, *new, *aten.native_batch_norm_backward(g, x, None, mean, var, batch_mean, rstd, True, 1e-5, [True, False, False])]
+
+    check(both, *(randn(4, 3, 5, dtype=dtype) for _ in range(2)), randn(3, dtype=dtype), torch.rand(3, dtype=dtype))
+    check(lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5), randn(4, 3, 5), randn(3), randn(3))
+
+
+def test_batch_norm_keeps_its_running_statistics_apart(check: Callable) -> None:
+    """The kernel's statistics alias its inputs: two norms over the same buffers must not disturb each other."""
+
+    def twice(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> list[torch.Tensor]:
+        first = aten._native_batch_norm_legit_functional(x, None, None, mean, var, True, 0.1, 1e-5)
+        second = aten._native_batch_norm_legit_functional(first[0] * 3 + 1, None, None, mean, var, True, 0.1, 1e-5)
+        return [*first, *second, mean + 1, var + 1]
+
+    check(twice, randn(4, 3, 5), torch.zeros(3), torch.zeros(3))
+    check(twice, randn(4, 1, 5), torch.ones(1), torch.ones(1))
+
+
+@contrib
+@dtypes
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm(check: Callable, contrib: bool, dtype: torch.dtype, affine: bool) -> None:
+    def both(g: torch.Tensor, x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight, bias = weights or (None, None)
+        n, c, rest = x.shape[0], x.shape[1], x.shape[2] * x.shape[3]
+        out, mean, rstd = aten.native_group_norm(x, weight, bias, n, c, rest, 2, 1e-5)
+        return out, mean, rstd, *aten.native_group_norm_backward(g, x, mean, rstd, weight, n, c, rest, 2, [True, affine, affine])
+
+    weights = [randn(4, dtype=dtype) for _ in range(2 * affine)]
+    inputs, also = ([randn(n, 4, 5, 6 * n, dtype=dtype) for _ in range(2)] for n in (3, 2))
+    check(both, *inputs, *weights, also=(*also, *weights), contrib=contrib)

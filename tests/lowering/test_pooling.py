@@ -1,0 +1,95 @@
+"""Pooling against eager, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import randn
+
+from ort_backend.errors import LoweringError
+
+aten = torch.ops.aten
+
+
+def _max_both(dims: int, *window: Any) -> Callable[..., list[torch.Tensor]]:
+    kernel, stride, padding, dilation, ceil_mode = (*window, *[None] * 5)[:5]
+    rest = (stride or kernel, padding or [0] * dims, dilation or [1] * dims, bool(ceil_mode))
+    forward = aten.max_pool2d_with_indices if dims == 2 else aten.max_pool3d_with_indices
+    backward = aten.max_pool2d_with_indices_backward if dims == 2 else aten.max_pool3d_with_indices_backward
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out, indices = forward(x, *window)
+        return [out, indices, backward(out.cos(), x, kernel, *rest, indices)]
+
+    return both
+
+
+@pytest.mark.parametrize("window", [([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [2, 1], [1, 0]), ([3, 3], [1, 1], [1, 1], [2, 2])], ids=str)
+def test_max_pool(check: Callable, window: tuple[Any, ...]) -> None:
+    check(_max_both(2, *window), randn(2, 3, 9, 9), also=(randn(4, 3, 9, 9),))
+    check(_max_both(2, *window), randn(2, 3, 9, 9), also=(randn(2, 3, 7, 8),))
+
+
+@pytest.mark.parametrize("window", [([3, 3], [2, 2], [1, 1], [1, 1], True), ([2, 2], [2, 2], [0, 0], [1, 1], True)], ids=str)
+def test_max_pool_that_rounds_up(check: Callable, window: tuple[Any, ...]) -> None:
+    check(_max_both(2, *window), randn(2, 3, 9, 9))
+
+
+def test_max_pool_of_one_picture_and_of_volumes(check: Callable) -> None:
+    check(_max_both(2, [2, 2]), randn(3, 6, 6))
+    check(_max_both(3, [2, 2, 2]), randn(2, 3, 4, 5, 6), also=(randn(1, 3, 4, 5, 6),))
+
+
+def test_max_pool_backward_with_given_indices(check: Callable) -> None:
+    x = randn(2, 3, 9, 9)
+    out, indices = aten.max_pool2d_with_indices(x, [3, 3], [2, 2])
+    rest = ([3, 3], [2, 2], [0, 0], [1, 1], False)
+    check(lambda g, x, i: aten.max_pool2d_with_indices_backward(g, x, *rest, i), out.cos(), x, indices, also=(out[:1], x[:1], indices[:1]))
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        ([2, 2],),
+        ([3, 3], [2, 2], [1, 1]),
+        ([3, 3], [2, 2], [1, 1], False, False),
+        ([3, 2], [2, 1], [1, 0], False, True),
+        ([3, 3], [2, 2], [1, 1], False, False, 5),
+        ([3, 3], [3, 3], [0, 0], True, True, 7),
+    ],
+    ids=str,
+)
+def test_average_pool(check: Callable, window: tuple[Any, ...]) -> None:
+    kernel, stride, padding, ceil_mode, with_pad, divisor = (*window, *[None] * 6)[:6]
+    rest = (kernel, stride or kernel, padding or [0, 0], bool(ceil_mode), with_pad is not False, divisor)
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = aten.avg_pool2d(x, *window)
+        return [out, aten.avg_pool2d_backward(out.cos(), x, *rest)]
+
+    check(both, randn(2, 3, 9, 9), also=(randn(4, 3, 9, 9),))
+
+
+def test_average_pool_that_rounds_up_is_left_to_pytorch(lower: Callable) -> None:
+    with pytest.raises(LoweringError, match="ceil_mode"):
+        lower(lambda x: aten.avg_pool2d(x, [2, 2], [2, 2], [0, 0], True), (randn(2, 3, 9, 9),))
+
+
+def test_average_pool_of_volumes(check: Callable) -> None:
+    window = ([2, 2, 2], [2, 2, 2], [1, 1, 1], False, False)
+    check(lambda g, x: (aten.avg_pool3d(x, *window), aten.avg_pool3d_backward(g, x, *window, None)), randn(2, 3, 3, 3, 3), randn(2, 3, 5, 5, 5))
+
+
+@pytest.mark.parametrize("output", [[1, 1], [3, 3], [4, 2]], ids=str)
+def test_adaptive_average_pool(check: Callable, output: list[int]) -> None:
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = aten._adaptive_avg_pool2d(x, output)
+        return [out, aten._adaptive_avg_pool2d_backward(out.cos(), x)]
+
+    check(both, randn(2, 3, 9, 9), also=(randn(4, 3, 9, 9),))
+    if output == [1, 1]:
+        check(both, randn(2, 3, 9, 9), also=(randn(4, 3, 7, 8),))
+    check(both, randn(3, 9, 9))

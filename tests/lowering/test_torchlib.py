@@ -1,0 +1,46 @@
+"""The lowerings of torch_lib that are used, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import randn
+
+from ort_backend.errors import LoweringError
+from ort_backend.lowering import registry, torchlib
+
+aten = torch.ops.aten
+
+
+def test_each_is_there_and_none_hides_behind_a_lowering_of_ours() -> None:
+    assert all(torchlib.find(target) is not None for target in torchlib._USED)
+    assert registry.registered().keys().isdisjoint(torchlib._USED)
+
+
+def test_what_is_wrong_in_torch_lib_is_not_found() -> None:
+    assert torchlib.find(aten.native_dropout.default) is None
+    assert torchlib.find(aten._embedding_bag.default) is None
+    assert torchlib.find(torch.ops.higher_order.cond) is None
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("padding", [0, 1, 2])
+@pytest.mark.parametrize("align_corners", [False, True])
+def test_grid_sampler(check: Callable, mode: int, padding: int, align_corners: bool) -> None:
+    picture, grid = randn(2, 3, 5, 6), 1.3 * (2 * torch.rand(2, 4, 4, 2) - 1)
+    check(lambda x, grid: aten.grid_sampler_2d(x, grid, mode, padding, align_corners), picture, grid, also=(picture[:1], grid[:1]))
+
+
+def test_others(check: Callable) -> None:
+    x = randn(4, 5)
+    check(lambda x: aten.signbit(x), x, also=(x[:2],))
+    check(lambda x: aten.histc(x, 7, -2, 2), x)
+    check(lambda x, mask, source: aten.masked_scatter(x, mask, source), x, x > 0, randn(20))
+    check(lambda x, y: aten.bitwise_left_shift(x, y), torch.randint(0, 9, (4, 5)), torch.randint(0, 5, (4, 5)))
+
+
+def test_arguments_that_it_refuses(lower: Callable) -> None:
+    with pytest.raises(LoweringError, match="torch_lib: NotImplementedError"):
+        lower(lambda x: aten.histc(x, 7), (randn(4, 5),))
