@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import debug, graph_report
 from ort_backend.environment import check_environment
+from ort_backend.errors import OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions
@@ -36,13 +37,16 @@ _warned: set[tuple[str, str]] = set()
 Boxed = Callable[[list[Any]], Any]
 
 
-def ort_training(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def ort_training(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
     """The `torch.compile` backend `"ort_training"`: trains on ONNX Runtime.
 
     Args:
         gm: Dynamo's graph. Parameters, buffers and inputs are its placeholders.
         example_inputs: Fake or real values of the placeholders.
         options: See `CompileOptions`.
+        mode: `torch.compile`'s; there is none but the default.
 
     Returns:
         A callable with the graph's signature.
@@ -54,6 +58,8 @@ def ort_training(gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: 
     """
     # 1. What is asked for, and what there is.
     settings = CompileOptions.parse(options)
+    if mode is not None:
+        raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()
     compilation = records.start(gm, settings)
     name = graph_report.next_name()

@@ -13,7 +13,7 @@ from onnxruntime.capi import _pybind_state as C
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
-from ort_backend.runtime.session import ORT_ERRORS, Session, failure
+from ort_backend.runtime.session import ORT_ERRORS, Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class InferenceGraph:
             try:
                 run(self._run_options, session.inputs, self._feed(everything), session.outputs, fetches, self._devices)
             except ORT_ERRORS as error:
-                raise failure(error) from None
+                raise session.failure(error) from None
         results = self._fetch(fetches, everything)
         args.clear()
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,6 +81,7 @@ class Session:
         self._registrations = [Registration(name, function) for name, function in functions.items()]
         self._model = ir.to_proto(model).SerializeToString()
         self._name = model.graph.name
+        self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
         self._disabled = _harmful_optimizers(model)
         self._config = config
         self.inputs = [str(value.name) for value in model.graph.inputs]
@@ -104,6 +106,12 @@ class Session:
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
         self._open = None
+
+    def failure(self, error: Exception) -> BaseException:
+        """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
+        named = re.search(r"Name:'([^']+)'", str(error))
+        where = self._lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
+        return take_error() or SessionError(f"ONNX Runtime failed in graph {self._name!r}: {error}" + (f"\n  at {where}" if where else ""))
 
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
@@ -142,6 +150,3 @@ def _has_constant_output(model: ir.Model) -> bool:
     return any(value not in varying for value in model.graph.outputs)
 
 
-def failure(error: Exception) -> BaseException:
-    """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
-    return take_error() or SessionError(f"ONNX Runtime failed: {error}")

@@ -17,7 +17,7 @@ from ort_backend.errors import OrtBackendError
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
-from ort_backend.runtime.session import ORT_ERRORS, Session, failure
+from ort_backend.runtime.session import ORT_ERRORS, Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class TrainingGraph:
         try:
             run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
         except ORT_ERRORS as error:
-            raise failure(error) from None
+            raise self._session.failure(error) from None
         gradients = self._fetch_gradients(fetches, tangents)
         if run.undefined:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
@@ -183,7 +183,7 @@ class TrainingGraph:
         try:
             agent.run_forward(self._feed(everything), fetches, state, None)
         except ORT_ERRORS as error:
-            raise failure(error) from None
+            raise self._session.failure(error) from None
         return agent, state, fetches
 
     def _replay(self, run: _Run) -> Any:
