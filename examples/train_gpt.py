@@ -279,7 +279,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--heads", type=int, default=4)
     model.add_argument("--width", type=int, default=128, help="a multiple of heads")
     model.add_argument("--context", type=int, default=64, help="characters that the model sees at once")
-    model.add_argument("--dropout", type=float, default=0.05)
+    model.add_argument("--dropout", type=float, default=0.02)
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=500)
     training.add_argument("--batch", type=int, default=16)
