@@ -166,9 +166,15 @@ def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
 
 
 def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:
-    """One of `FUNCTIONS` applied to numbers, at least one of which is an `ir.Value`; constants take its dtype."""
+    """One of `FUNCTIONS` applied to numbers, at least one of which is an `ir.Value`: in float64 if one of them is a fraction."""
     leaves = torch.utils._pytree.tree_leaves(list(args))
-    dtype = ir.DataType.DOUBLE if function is operator.truediv else next(leaf.dtype for leaf in leaves if isinstance(leaf, ir.Value))
-    assert dtype is not None
-    operands = torch.utils._pytree.tree_map(lambda a: a if isinstance(a, ir.Value) else constant(op, a, dtype), list(args))
-    return FUNCTIONS[function](op, *operands)
+    fractions = function is operator.truediv or any(isinstance(leaf, float) or getattr(leaf, "dtype", None) == ir.DataType.DOUBLE for leaf in leaves)
+
+    def operand(number: Number) -> ir.Value:
+        if isinstance(number, ir.Value):
+            return as_double(op, number) if fractions and number.dtype == ir.DataType.INT64 else number
+        if isinstance(number, bool):
+            return constant(op, number, ir.DataType.BOOL)
+        return constant(op, number, ir.DataType.DOUBLE if fractions else ir.DataType.INT64)
+
+    return FUNCTIONS[function](op, *torch.utils._pytree.tree_map(operand, list(args)))
