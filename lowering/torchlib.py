@@ -26,8 +26,6 @@ aten = torch.ops.aten
 _USED = {
     aten.grid_sampler_2d.default: "aten::grid_sampler_2d",
     aten.histc.default: "aten::histc",
-    aten.masked_scatter.default: "aten::masked_scatter",
-    aten.signbit.default: "aten::signbit",
 }
 
 # What its functions raise for arguments that they do not express, and what the builder raises for the nodes that they would write.

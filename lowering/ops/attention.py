@@ -59,18 +59,19 @@ def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask:
     return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[arg-type, index]
 
 
-def _dead_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
-    """(mask, rows in which it leaves no key to attend to, in which the mask is 0 instead): PyTorch's results and gradients are 0 there."""
+def _alive_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+    """(mask without -inf, 1 for each of its rows that leaves a key to attend to): where none is left, PyTorch's results and gradients are 0."""
     if attn_mask is None:
         return None, None
-    dead = op.Equal(op.ReduceMax(attn_mask, int64s(op, [-1]), keepdims=1), constant(op, -np.inf, attn_mask.dtype))  # type: ignore[arg-type]
-    return op.Where(dead, constant(op, 0.0, attn_mask.dtype), attn_mask), dead  # type: ignore[arg-type]
+    dtype = attn_mask.dtype
+    assert dtype is not None
+    alive = op.Greater(op.ReduceMax(attn_mask, int64s(op, [-1]), keepdims=1), constant(op, -np.inf, dtype))
+    return op.Max(attn_mask, constant(op, float(np.finfo(dtype.numpy()).min), dtype)), op.Cast(alive, to=dtype)
 
 
-def _without(op: Any, dead: ir.Value | None, tensor: ir.Value) -> ir.Value:
-    if dead is None:
-        return tensor
-    return typed(op.Where(dead, constant(op, 0.0, tensor.dtype), tensor), tensor.dtype, tensor.shape)  # type: ignore[arg-type]
+def _where_alive(op: Any, alive: ir.Value | None, tensor: ir.Value) -> ir.Value:
+    # A product: Where takes ten times as long.
+    return tensor if alive is None else typed(op.Mul(tensor, alive), tensor.dtype, tensor.shape)  # type: ignore[arg-type]
 
 
 def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
@@ -87,13 +88,13 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
 def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool) -> Any:
     if dropout_p:
         raise Unsupported("dropout inside attention")
-    mask, dead = _dead_rows(op, mask)
+    mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
     out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
     # Nothing reads it where the backward is ours.
-    logsumexp = _without(op, dead, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
-    return _without(op, dead, out), op.Squeeze(logsumexp, int64s(op, [-1]))
+    logsumexp = _where_alive(op, alive, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
+    return _where_alive(op, alive, out), op.Squeeze(logsumexp, int64s(op, [-1]))
 
 
 def _backward(
@@ -112,10 +113,10 @@ def _backward(
     if dropout_p:
         raise Unsupported("dropout inside attention")
     factor = _scale(query, scale)
-    mask, dead = _dead_rows(op, mask)
+    mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, factor, fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
-    grad_out = _with_heads(op, _without(op, dead, grad_out), key)
+    grad_out = _with_heads(op, _where_alive(op, alive, grad_out), key)
     grad_value = _product(op, _with_heads(op, probabilities, key), grad_out, fused=fused, trans_a=1)
     grad_probabilities = _with_heads(op, _product(op, grad_out, value, fused=fused, trans_b=1), query)
     if fused:

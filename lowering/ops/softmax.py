@@ -78,7 +78,9 @@ def safe_softmax(op, self, dim, dtype=None):
         self = op.Cast(self, to=to_ir(dtype))
 
     def write(x: ir.Value) -> ir.Value:
-        dead = op.Equal(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), scalar_like(op, -np.inf, x))
-        return op.Where(dead, constant(op, 0.0, x.dtype), op.Softmax(x, axis=dim))
+        # A row of -inf becomes one of equal finite numbers, and then 0. Where over the whole tensor would take far longer.
+        alive = op.Cast(op.Greater(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), scalar_like(op, -np.inf, x)), to=x.dtype)
+        lowest = constant(op, float(np.finfo(x.dtype.numpy()).min), x.dtype)
+        return op.Mul(op.Softmax(op.Max(x, lowest), axis=dim), alive)
 
     return _along(op, write, self)
