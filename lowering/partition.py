@@ -112,7 +112,8 @@ def _shares_memory(node: fx.Node, through_copies: bool) -> bool:
         return False
     if node.target in _COPIES:
         return through_copies
-    return any(a.alias_info is not None for a in node.target._schema.arguments)
+    first = next(iter(node.target._schema.arguments), None)
+    return first is not None and first.alias_info is not None and not first.alias_info.is_write
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ort_backend.lowering.graph import GraphLowering, LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
 from ort_backend.runtime.inference_graph import InferencePlan
 from ort_backend.runtime.training_graph import TrainingPlan
@@ -80,7 +81,7 @@ def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: s
     lowering = GraphLowering(target, name, strict=strict)
     inputs = _add_inputs(lowering, primals, draws, calls, ())
     lowering.run(calls)
-    outputs, fetched = _add_outputs(lowering, results, primals)
+    outputs, fetched = _add_outputs(lowering, results, primals, views=True)
     plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(_device(node) for node in fetched))
     return lowering.finish(), plan
 
@@ -102,11 +103,13 @@ def _add_inputs(
 
 
 class _Results:
-    """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are."""
+    """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
 
-    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node]) -> None:
+    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any] = ()) -> None:
+        """`results`: everything that will be added, if views among them are to share memory with what they are views of."""
         self._lowering = lowering
         self._arguments = {node: i for i, node in enumerate(arguments)}
+        self._places = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
         self._fetches: dict[Any, int] = {}
         self.nodes: list[fx.Node] = []
         self.values: list[Any] = []
@@ -116,6 +119,9 @@ class _Results:
             return Output("constant", value=node)
         if node in self._arguments:
             return Output("argument", self._arguments[node])
+        view = self._view(node) if self._places else None
+        if view is not None:
+            return view
         value = self._lowering.value(node)
         if not hasattr(value, "producer"):
             return Output("constant", value=value)
@@ -131,6 +137,18 @@ class _Results:
             self.nodes.append(node)
         restored = None if permutation is None else _inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
+
+    def _view(self, node: fx.Node) -> Output | None:
+        """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""
+        base = root(node, through_copies=False)
+        if base is node or not (base in self._arguments or base in self._places):
+            return None
+        made = replay(node, base, list(self._arguments))
+        if made is None:
+            return None
+        if base in self._arguments:
+            return Output("argument view", self._arguments[base], value=made)
+        return Output("result view", self._places[base], value=made)
 
     def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
         """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
@@ -156,8 +174,10 @@ def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(permutation.index(i) for i in range(len(permutation)))
 
 
-def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node]) -> tuple[tuple[Output, ...], list[fx.Node]]:
-    collected = _Results(lowering, arguments)
+def _add_outputs(
+    lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node], *, views: bool = False
+) -> tuple[tuple[Output, ...], list[fx.Node]]:
+    collected = _Results(lowering, arguments, results if views else ())
     outputs = tuple(collected.add(node) for node in results)
     for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
         lowering.add_output(value)
@@ -166,7 +186,7 @@ def _add_outputs(lowering: GraphLowering, results: Sequence[Any], arguments: Seq
 
 def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node], list[ir.Value]]:
     """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
-    collected = _Results(lowering, partition.primals)
+    collected = _Results(lowering, partition.primals, partition.outputs)
     outputs = tuple(collected.add(node) for node in partition.outputs)
     values, nodes = list(collected.values), list(collected.nodes)
     # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for

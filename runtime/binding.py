@@ -39,14 +39,15 @@ class Output:
     """One result of a callable.
 
     Attributes:
-        source: `"fetch"`: an output of the ONNX graph; `"argument"`: the callable's own argument, passed through; `"constant"`: `value`.
-        index: Which fetch, or which argument.
+        source: `"fetch"`: an output of the ONNX graph; `"argument"`: the callable's own argument, passed through; `"constant"`: `value`;
+            `"argument view"`, `"result view"`: a view of an argument, or of another result, which `value` makes of it and the arguments.
+        index: Which fetch, argument or result.
         dtype: The fetched tensor's dtype; None for a number.
-        value: The constant.
+        value: The constant, or the function that makes the view.
         permutation: How the fetched tensor's dimensions are to be permuted to give the strides that PyTorch expects (a view, no copy).
     """
 
-    source: Literal["fetch", "argument", "constant"]
+    source: Literal["fetch", "argument", "constant", "argument view", "result view"]
     index: int = 0
     dtype: torch.dtype | None = None
     value: Any = None
@@ -92,6 +93,7 @@ def _inward(dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor] | None:
 def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:
     """A function from an `OrtValueVector` of fetches and the callable's arguments to its results."""
     plan = [(one, _outward(one.dtype), one.permutation) for one in outputs]
+    views = [(i, one) for i, one in enumerate(outputs) if one.source == "result view"]
 
     def fetch(values: Any, args: Sequence[Any]) -> list[Any]:
         tensors = values.to_dlpacks(_from_dlpack)
@@ -102,8 +104,12 @@ def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[An
                 if convert is not None:
                     result = convert(result)
                 results.append(result if permutation is None else result.permute(permutation))
+            elif output.source == "argument view":
+                results.append(output.value(args[output.index], args))
             else:
                 results.append(args[output.index] if output.source == "argument" else output.value)
+        for i, output in views:
+            results[i] = output.value(results[output.index], args)
         return results
 
     return fetch

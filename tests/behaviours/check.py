@@ -69,7 +69,7 @@ def on_ort(
     ran.graphs = [graph for graph in ort_backend.report().graphs if graph.name not in before]
     assert ran.graphs, "nothing was compiled: everything ran in eager PyTorch"
     if graphs is not None:
-        assert len(ran.graphs) in (graphs if isinstance(graphs, range) else [graphs]), str(ort_backend.report())
+        assert len(ran.graphs) in (graphs if isinstance(graphs, range) else [graphs]), [graph.summary() for graph in ran.graphs]
     assert ran.python_ops == sorted(python_ops), [graph.outside for graph in ran.graphs]
     for graph in ran.graphs:
         assert graph.counts.forward > 0, f"{graph.name} never ran"

@@ -125,9 +125,6 @@ def test_a_view_of_an_input_shares_its_memory() -> None:
     assert row[0] == transposed[0, 0] == flat[0] == 77.0
 
 
-@pytest.mark.xfail(
-    strict=True, reason="without gradients AOTAutograd leaves aliasing to the graph, and ONNX Runtime gives each output memory of its own"
-)
 def test_results_that_are_views_of_each_other_share_memory() -> None:
     def function(x: torch.Tensor) -> Any:
         base = x.exp()

@@ -1,0 +1,173 @@
+"""Sizes may change from call to call: right results, few graphs, sizes in the graph by name."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
+from models import ids
+from torch import nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertModel
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.requires_grad_()
+
+
+class Mixer(nn.Module):
+    """Uses its sizes in views, in arange and in numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.query(x).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mask = torch.arange(length)[:, None] >= torch.arange(length)
+        scores = (q @ k.transpose(-1, -2) / 2.0).masked_fill(~mask, float("-inf")).softmax(-1)
+        return self.out((scores @ v).transpose(1, 2).reshape(batch, length, 8)) / length
+
+
+def test_twenty_batch_sizes_need_two_graphs() -> None:
+    sizes = random.Random(0).sample(range(2, 101), 20)
+    ran = same_as_eager(
+        nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4), nn.ReLU()), *(call(tensor(n, 3)) for n in sizes), graphs=2, repeat=1
+    )
+    assert [graph.counts.forward for graph in ran.graphs] == [1, 19]
+
+
+def test_twenty_batch_and_sequence_lengths_need_two_graphs() -> None:
+    draw = random.Random(0)
+    sizes = [(draw.randint(2, 6), draw.randint(9, 20)) for _ in range(20)]  # equal sizes in the first call would be taken for one
+    same_as_eager(Mixer(), *(call(tensor(b, length, 8)) for b, length in sizes), graphs=2, repeat=1)
+    ran = same_as_eager(Mixer(), *(call(tensor(b, length, 8)) for b, length in sizes), graphs=1, repeat=1, dynamic=True)
+    assert ran.graphs[0].counts.backward == 20
+
+
+def test_bert_with_any_batch_and_length() -> None:
+    sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), add_pooling_layer=False)
+    draw = random.Random(1)
+    calls = [call(ids(draw.randint(2, 5), draw.randint(3, 20))) for _ in range(8)]
+    same_as_eager(model, *calls, graphs=range(1, 4), repeat=1, rtol=1e-3, atol=1e-4)
+
+
+def test_dynamic_elementwise_shapes_share_one_graph() -> None:
+    ran = same_as_eager(lambda x: (x.sin() * x).exp(), call(tensor(2, 3)), call(tensor(3, 4)), call(tensor(7, 5)), graphs=1, dynamic=True)
+    assert ran.graphs[0].counts.forward == 6
+
+
+def test_each_rank_has_a_graph() -> None:
+    shapes = [(2,), (3,), (2, 3), (4, 5), (2, 3, 4), (2, 3, 4, 5)]
+    same_as_eager(lambda x: x.relu() * 2, *(call(tensor(*shape)) for shape in shapes), graphs=4, dynamic=True)
+
+
+@pytest.mark.parametrize("order", [(1, 4, 1, 7, 9), (4, 1, 7, 1)])
+def test_a_batch_of_one_has_a_graph_of_its_own(order: tuple[int, ...]) -> None:
+    same_as_eager(nn.Linear(3, 2), *(call(tensor(n, 3)) for n in order), graphs=range(2, 4), repeat=1)
+
+
+def test_sizes_as_results_and_numbers() -> None:
+    def function(x: torch.Tensor) -> Any:
+        n = x.shape[0]
+        return x.shape[0], x / n, x * n + (n // 2), torch.full((n, 2), n), torch.arange(n), x.view(-1, n, 1), n * 2 + 1, x.numel() / 3
+
+    same_as_eager(function, *(call(tensor(n, 4)) for n in (3, 5, 9, 7)), graphs=1, repeat=1, dynamic=True)
+
+
+def test_sizes_in_views_slices_and_reductions() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        n, m = x.shape
+        joined = torch.cat([x, y])
+        halves = joined[: n // 2], joined[n // 2 :]
+        return joined.sum(0) / (n + m), halves, x.reshape(n * m).view(m, n), x.expand(3, n, m).mean(0), F.pad(x, (0, n)), x.repeat(2, 1), x.tril()
+
+    same_as_eager(function, *(call(tensor(n, m), tensor(k, m)) for n, m, k in ((4, 3, 5), (5, 6, 3), (7, 2, 8))), graphs=1, repeat=1, dynamic=True)
+
+
+def test_sizes_whose_equality_is_required() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y) @ y.t()
+
+    same_as_eager(function, *(call(tensor(n, 4), tensor(n, 4, seed=1)) for n in (2, 5, 8)), graphs=1, repeat=1, dynamic=True)
+    with on_ort(graphs=1, idle=True):
+        step = compiled(function, dynamic=True)
+        step(tensor(2, 4), tensor(2, 4))
+        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchRuntimeError)):
+            step(tensor(2, 4), tensor(3, 4))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_an_empty_batch(dynamic: bool | None) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            hidden = self.linear(x).relu()
+            return hidden, hidden.sum(), hidden.softmax(-1), F.layer_norm(hidden, (4,)), torch.cat([hidden, hidden])
+
+    same_as_eager(Model(), call(tensor(0, 3)), call(tensor(5, 3)), call(tensor(0, 3)), graphs=2, repeat=1, dynamic=dynamic)
+
+
+def test_scalars_and_empty_dimensions_inside() -> None:
+    same_as_eager(lambda x, s: (x * s, s + 1, x[:0], x[:, 3:], s.view(1)), call(tensor(4, 3), torch.tensor(0.3, requires_grad=True)), graphs=1)
+
+
+def test_nested_results_with_changing_sizes() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        q = x + y
+        return q, (y * 2, {"z": x.sum(0)}), [q[1:], q.shape[0]]
+
+    same_as_eager(function, *(call(tensor(n, 3), tensor(n, 3, seed=1)) for n in (4, 5, 8)), graphs=1, repeat=1, dynamic=True)
+
+
+def test_changing_sizes_have_names_in_the_onnx_graph(tmp_path: Path) -> None:
+    with on_ort(graphs=1) as ran:
+        step = compiled(Mixer(), dynamic=True, options={"dump_dir": str(tmp_path)})
+        for batch, length in ((2, 5), (3, 7)):
+            step(tensor(batch, length, 8)).sum().backward()
+    graph = onnx.load(tmp_path / f"{ran.graphs[0].name}.onnx").graph
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.value_info, *graph.output)
+    }
+    (x,) = [shapes[value.name] for value in graph.input if len(shapes[value.name]) == 3]
+    batch, length, features = x
+    assert isinstance(batch, str) and isinstance(length, str) and batch != length and features == 8
+    hidden = [shape for shape in shapes.values() if len(shape) == 3 and shape[2] == 24]
+    assert hidden and all(shape == [batch, length, 24] for shape in hidden)
+
+
+def test_sizes_marked_dynamic_by_the_user() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.cos() / x.shape[0]
+
+    with on_ort(graphs=1, forwards=3):
+        step = compiled(function)
+        for n in (4, 6, 9):
+            x = tensor(n, 3).detach()
+            torch._dynamo.mark_dynamic(x, 0)
+            same_tree(step(x), function(x))
+
+
+def test_static_shapes_have_a_graph_each() -> None:
+    same_as_eager(lambda x: x.sin(), *(call(tensor(n, 3)) for n in (2, 3, 4)), graphs=3, repeat=1, dynamic=False)
+
+
+def test_a_dynamic_dropout_draws_eagers_mask() -> None:
+    same_as_eager(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)), *(call(tensor(n, 3)) for n in (2, 5, 9)), graphs=1, repeat=1, dynamic=True)
+
+
+def test_convolution_over_pictures_of_any_size() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    same_as_eager(model, *(call(tensor(n, 2, s, s)) for n, s in ((3, 8), (4, 12), (5, 17))), graphs=1, repeat=1, dynamic=True)
