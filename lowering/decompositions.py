@@ -12,7 +12,8 @@ and `uniform` write `prims.copy_to` (a mutation in a functional graph) and `prim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +45,21 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     whole = {*registry.registered(), *_WHOLE}
     return {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
+
+
+@contextlib.contextmanager
+def lstm_as_steps() -> Iterator[None]:
+    """While AOTAutograd traces: LSTMs become matrix products and activations, step by step, and not `mkldnn_rnn_layer`.
+
+    PyTorch chooses that operator if the input needs no gradient, even where the weights do; traced, it keeps no workspace for its backward and
+    fails in every backend (seen in torch 2.13 with `backend="aot_eager"`).
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _core() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

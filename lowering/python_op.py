@@ -69,8 +69,13 @@ _READS_STRIDES = {
 }
 
 
-def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> PythonCall:
-    """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them."""
+def make_call(
+    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]
+) -> PythonCall:
+    """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
+
+    `declared` says which of `target`'s results the node has an output for; an operator may return None there (an unused workspace).
+    """
     unflatten = torch.utils._pytree.tree_unflatten
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -84,7 +89,7 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
         results = result if isinstance(result, (tuple, list)) else (result,)
         mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
-        return [_own(to_carrier(_as_tensor(value)), mine) for value in results if value is not None]
+        return [_own(to_carrier(_as_tensor(value)), mine) for value, wanted in zip(results, declared) if wanted]
 
     return PythonCall(f"{title}#{next(_names)}", title, run)
 
@@ -113,7 +118,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
-    return value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(0) if value is None else torch.tensor(value)
 
 
 def write_python_op(
@@ -147,8 +154,8 @@ def write_python_op(
         values.append(constant(op, 0, ir.DataType.INT64))
         slots.append(_TensorSlot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
-    call = make_call(target, title, spec, constants, slots)
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+    call = make_call(target, title, spec, constants, slots, [value is not None for value in results])
     outputs = [_output_of(value) for value in results if value is not None]
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
     return _as_declared(op, made, results, outputs), call

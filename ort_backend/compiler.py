@@ -69,7 +69,7 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump)
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    with compilation.phase("aot"):
+    with compilation.phase("aot"), decompositions.lstm_as_steps():
         compiled = aot_module_simplified(
             gm,
             example_inputs,
