@@ -33,5 +33,5 @@ def _bytes(value: ir.Value, hints: dict[str, int]) -> int:
         return 0
     count = 1
     for size in value.shape:
-        count *= size if isinstance(size, int) else hints.get(size.value or "", 1)
+        count *= size if isinstance(size, int) else hints.get(size.value or "") or 1
     return int(count * value.dtype.itemsize)

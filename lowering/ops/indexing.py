@@ -386,6 +386,12 @@ def masked_scatter_backward(op: Any, grad_output: ir.Value, mask: ir.Value, size
     return op.Reshape(op.Pad(chosen, op.Concat(int64s(op, [0]), missing, axis=0)), shape, allowzero=1)
 
 
+@register(aten.take.default, any_dtype=True)
+def take(op: Any, self: ir.Value, index: ir.Value) -> ir.Value:
+    """take(Tensor self, Tensor index) -> Tensor"""
+    return op.Gather(op.Reshape(self, int64s(op, [-1])), index, axis=0)
+
+
 @register(aten.put.default)
 def put(op: Any, self: ir.Value, index: ir.Value, source: ir.Value, accumulate: bool = False) -> ir.Value:
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
