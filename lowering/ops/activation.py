@@ -214,6 +214,18 @@ def hardswish_backward(op, grad_output, self):
     return op.Mul(grad_output, op.Add(hardsigmoid(op, self), op.Mul(op.Mul(self, 1 / 6), inside)))
 
 
+@register(aten.hardshrink_backward.default, promote="output")
+def hardshrink_backward(op, grad_out, self, lambd):
+    """hardshrink_backward(Tensor grad_out, Tensor self, Scalar lambd) -> Tensor"""
+    return op.Mul(grad_out, _mask(op, op.Greater(op.Abs(self), scalar_like(op, lambd, self)), grad_out))
+
+
+@register(aten.softshrink_backward.default, promote="output")
+def softshrink_backward(op, grad_output, self, lambd):
+    """softshrink_backward(Tensor grad_output, Tensor self, Scalar lambd) -> Tensor"""
+    return hardshrink_backward(op, grad_output, self, lambd)
+
+
 @register(aten.elu.default)
 def elu(op, self, alpha=1, scale=1, input_scale=1):
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""

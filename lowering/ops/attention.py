@@ -88,6 +88,8 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
 def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool) -> Any:
     if dropout_p:
         raise Unsupported("dropout inside attention")
+    if fused and query.dtype == ir.DataType.DOUBLE:
+        raise Unsupported("FusedMatMul has a float32 scale")
     mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
     probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
@@ -112,6 +114,8 @@ def _backward(
     """The probabilities are computed again: they are larger than everything else that attention would have to keep."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
+    if fused and query.dtype == ir.DataType.DOUBLE:
+        raise Unsupported("FusedMatMul has a float32 scale")
     factor = _scale(query, scale)
     mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, factor, fused)

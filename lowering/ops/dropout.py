@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.constants import constant
@@ -14,6 +15,8 @@ aten = torch.ops.aten
 @register(aten.native_dropout_backward.default, requires=("com.microsoft::DropoutGrad",), promote="output", keep=("mask",))
 def native_dropout_backward_fused(op, grad_output, mask, scale):
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
+    if grad_output.dtype == ir.DataType.DOUBLE:
+        raise Unsupported("the kernel's scale is float32")
     if scale <= 1:
         raise Unsupported("nothing or everything was dropped")  # the kernel does not look at the mask then
     return microsoft(op, "DropoutGrad", grad_output, mask, constant(op, 1 - 1 / scale, grad_output.dtype), like=grad_output)

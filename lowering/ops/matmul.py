@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -52,6 +53,11 @@ def _has_gemm(left: ir.Value) -> bool:
     return left.dtype in _FLOATS and left.shape[-1] != 0  # type: ignore[index]
 
 
+def _is_attribute(factor: int | float | ir.Value, tensor: ir.Value) -> bool:
+    """Whether an ONNX attribute, which is float32, holds the factor as precisely as `tensor`'s dtype would."""
+    return not isinstance(factor, ir.Value) and (tensor.dtype != ir.DataType.DOUBLE or float(np.float32(factor)) == factor)
+
+
 def _is_zero(factor: int | float | ir.Value) -> bool:
     return not isinstance(factor, ir.Value) and factor == 0
 
@@ -68,8 +74,8 @@ def mm(op, self, mat2):
 @register(aten.addmm.default, promote="output")
 def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    if not _has_gemm(mat1) or isinstance(alpha, ir.Value) or isinstance(beta, ir.Value):
-        return _plus(op, self, _matmul(op, mat1, mat2), beta, alpha)
+    if not (_has_gemm(mat1) and _is_attribute(alpha, self) and _is_attribute(beta, self)):
+        return _plus(op, self, mm(op, mat1, mat2), beta, alpha)
     (a, trans_a), (b, trans_b) = _untransposed(mat1), _untransposed(mat2)
     attributes = {"alpha": float(alpha), "beta": float(beta), "transA": int(trans_a), "transB": int(trans_b)}
     return op.Gemm(a, b, **attributes) if _is_zero(beta) else op.Gemm(a, b, self, **attributes)
@@ -105,7 +111,7 @@ def bmm(op, self, mat2):
 @register(aten.baddbmm.default, requires=_FUSED, promote="output")
 def baddbmm_fused(op, self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
-    if isinstance(alpha, ir.Value) or batch1.dtype not in _FLOATS:
+    if not _is_attribute(alpha, batch1) or batch1.dtype not in _FLOATS:
         return _plus(op, self, _matmul(op, batch1, batch2), beta, alpha)
     return _plus(op, self, _product(op, batch1, batch2, alpha), beta, 1)
 

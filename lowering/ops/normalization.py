@@ -144,11 +144,14 @@ def _batch_norm(
     centred = op.Sub(input, mean)
     variance = _mean(op, op.Mul(centred, centred), axes)
     rstd = _rsqrt(op, variance, eps)
-    factor = rstd if weight is None else op.Mul(rstd, _per_channel(op, weight, input))
-    out = op.Mul(centred, factor)
-    out = out if bias is None else op.Add(out, _per_channel(op, bias, input))
     mean, variance, rstd = (op.Squeeze(value, int64s(op, axes)) for value in (mean, variance, rstd))
-    return out, mean, variance, rstd
+    return _scaled(op, input, centred, rstd, weight, bias), mean, variance, rstd
+
+
+def _scaled(op: Any, input: ir.Value, centred: ir.Value, rstd: ir.Value, weight: ir.Value | None, bias: ir.Value | None) -> ir.Value:
+    """centred rstd weight + bias, the vectors over channels."""
+    out = op.Mul(centred, _per_channel(op, rstd if weight is None else op.Mul(rstd, weight), input))
+    return out if bias is None else op.Add(out, _per_channel(op, bias, input))
 
 
 def _count(op: Any, input: ir.Value) -> float | ir.Value:
@@ -173,6 +176,9 @@ def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean
 
 
 def _inference(op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float) -> ir.Value:
+    if input.dtype == ir.DataType.DOUBLE:  # an attribute would round eps to float32
+        centred = op.Sub(input, _per_channel(op, running_mean, input))
+        return _scaled(op, input, centred, _rsqrt(op, running_var, eps), weight, bias)
     weight, bias = _affine(op, input, weight, bias)
     return op.BatchNormalization(input, weight, bias, running_mean, running_var, epsilon=eps)
 
@@ -335,3 +341,18 @@ def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, Hx
         along = op.Mul(normal, _mean(op, op.Mul(g, normal), [2]))
         grad_input = op.Reshape(op.Mul(op.Sub(op.Sub(g, _mean(op, g, [2])), along), rstd), op.Shape(input))
     return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)
+
+
+# -- weight norm
+
+
+@register(aten._weight_norm_interface_backward.default)
+def weight_norm_interface_backward(op, grad_w, saved_v, saved_g, saved_norms, dim):
+    """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""
+    rank = saved_v.shape.rank()
+    axes = [axis for axis in range(rank) if axis != dim % rank]
+    shape = int64s(op, [-1 if axis == dim % rank else 1 for axis in range(rank)])
+    norms, g = op.Reshape(saved_norms, shape), op.Reshape(saved_g, shape)
+    grad_g = op.Div(_sum(op, op.Mul(grad_w, saved_v), axes, keepdims=True), norms)
+    grad_v = op.Mul(op.Sub(grad_w, op.Mul(saved_v, op.Div(grad_g, norms))), op.Div(g, norms))
+    return grad_v, op.Reshape(grad_g, op.Shape(saved_g))

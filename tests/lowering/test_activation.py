@@ -86,6 +86,11 @@ def test_glu_and_prelu(check: Callable) -> None:
     check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), randn(4, 6), randn(4, 6), randn(1, 6))
 
 
+def test_shrinks(check: Callable) -> None:
+    """With fixed sizes: PyTorch cannot trace their backwards with symbolic ones."""
+    check(lambda g, x: (aten.hardshrink_backward(g, x, 0.5), aten.softshrink_backward(g, x, 0.5)), randn(4, 6), randn(4, 6))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_dtypes(check: Callable, dtype: torch.dtype) -> None:
     def several(g: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:

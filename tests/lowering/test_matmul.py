@@ -50,7 +50,7 @@ def test_transposes_are_part_of_the_product(check: Callable, dtype: torch.dtype)
 
     x, w, b = randn(4, 5, dtype=dtype), randn(6, 5, dtype=dtype), randn(6, dtype=dtype)
     op_types = check(linear, x, w, b, also=(randn(3, 5, dtype=dtype), w, b)).op_types
-    assert op_types.count("Gemm") == 3 and "MatMul" not in op_types
+    assert "Gemm" in op_types and "Transpose" not in op_types
 
 
 @contrib

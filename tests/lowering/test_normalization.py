@@ -95,3 +95,12 @@ def test_group_norm(check: Callable, contrib: bool, dtype: torch.dtype, affine: 
     weights = [randn(4, dtype=dtype) for _ in range(2 * affine)]
     inputs, also = ([randn(n, 4, 5, 6 * n, dtype=dtype) for _ in range(2)] for n in (3, 2))
     check(both, *inputs, *weights, also=(*also, *weights), contrib=contrib)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_weight_norm(check: Callable, dim: int) -> None:
+    def both(v: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, pull = torch.func.vjp(lambda v, g: aten._weight_norm_interface(v, g, dim)[0], v, g)
+        return out, *pull(out.cos())
+
+    check(both, randn(4, 3, 5), randn(4, 1, 1) if dim == 0 else randn(1, 1, 5))
