@@ -32,7 +32,7 @@ clean:
 
 # A stamp for each set of extras: `installed-examples` holds what `make train` needs, `installed-dev` everything.
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 $(VENV)/bin/python:
