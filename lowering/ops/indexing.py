@@ -432,6 +432,22 @@ def searchsorted(
     return _count_before(op, sorted_sequence, self, right if side is None else side == "right")
 
 
+@register(aten.searchsorted.Scalar, promote="inputs", keep=("out_int32", "right", "side", "sorter"))
+def searchsorted_scalar(
+    op: Any,
+    sorted_sequence: ir.Value,
+    self: Scalar | ir.Value,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: ir.Value | None = None,
+) -> ir.Value:
+    """searchsorted.Scalar(Tensor sorted_sequence, Scalar self, *, bool out_int32=False, bool right=False, str? side=None, Tensor? sorter=None)
+    -> Tensor
+    """
+    return searchsorted(op, sorted_sequence, scalar_like(op, self, sorted_sequence), out_int32, right, side, sorter)
+
+
 def _count_before(op: Any, boundaries: ir.Value, values: ir.Value, right: bool) -> ir.Value:
     """For each value, how many of the boundaries come before it; of one that equals it: `right`."""
     ahead = op.Unsqueeze(values, int64s(op, [rank(values)]))

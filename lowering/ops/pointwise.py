@@ -205,7 +205,9 @@ def _times(op: Any, value: ir.Value, factor: Number) -> ir.Value:
 def add(op: Any, self: Operand, other: Operand, alpha: Number = 1) -> ir.Value:
     """add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor"""
     a, b = operands(op, self, other)
-    return op.Or(a, b) if a.dtype == ir.DataType.BOOL else op.Add(a, _times(op, b, alpha))
+    if a.dtype == ir.DataType.BOOL:
+        return op.Or(a, op.And(b, scalar_like(op, alpha, b)))
+    return op.Add(a, _times(op, b, alpha))
 
 
 @register(aten.sub.Tensor, aten.sub.Scalar, promote="output", keep=("alpha",))
