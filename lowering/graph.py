@@ -16,8 +16,10 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
+from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
@@ -77,6 +79,7 @@ class LoweredGraph:
         outside: Why each of them is there.
         fx_nodes: Number of FX nodes that compute something.
         onnx_nodes: Number of ONNX nodes.
+        functions: The users' Functions that it calls, one name for each call.
         kept_bytes: Bytes of the values computed before the `YieldOp` and used behind it, for the example sizes; 0 without one.
     """
 
@@ -86,6 +89,7 @@ class LoweredGraph:
     fx_nodes: int
     onnx_nodes: int
     kept_bytes: int
+    functions: tuple[str, ...] = ()
 
 
 class GraphLowering:
@@ -102,6 +106,7 @@ class GraphLowering:
         self._lowered = 0
         self._symbols: dict[str, ir.Value] = {}
         self._hints: dict[str, int] = {}
+        self._functions = FunctionWriter(self.op)
         self._random_order: ir.Value | None = None
 
     # -- inputs and outputs
@@ -202,7 +207,7 @@ class GraphLowering:
         """The finished graph, without the nodes that nothing reads: ONNX Runtime would run them."""
         for node in reversed(self.graph):
             is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
-            if not is_read and node.op_type not in ("YieldOp", "PythonOp"):
+            if not is_read and node.op_type not in ("YieldOp", "PythonOp", "PythonOpGrad"):
                 self.graph.remove(node, safe=True)
         used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
         for name, value in list(self.graph.initializers.items()):
@@ -210,7 +215,9 @@ class GraphLowering:
                 del self.graph.initializers[name]
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
         kept = kept_bytes(self.graph, self._hints)
-        return LoweredGraph(model, tuple(self.python_calls), tuple(self.outside), self._lowered, len(self.graph), kept)
+        functions = self._functions.calls
+        calls, names = (*self.python_calls, *functions), tuple(call.title for call in functions)
+        return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph), kept, names)
 
     # -- nodes
 
@@ -235,6 +242,8 @@ class GraphLowering:
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return self.value(node.args[0])
         self._lowered += 1
+        if node.target in (FORWARD, BACKWARD):
+            return self._function(node)
         if node.target in _CARRIER_VIEWS:
             return self.value(node.args[0])
         reason = self._not_native(node)
@@ -386,6 +395,15 @@ class GraphLowering:
         if isinstance(fake, (tuple, list)):
             return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]
         return None if fake is None else self._stamp(values[0], fake)
+
+    def _function(self, node: fx.Node) -> list[Any]:
+        """A call of a user's autograd.Function, or its backward: one node, behind all others that run Python, as the user wrote them."""
+        if not self.target.python_op:
+            raise LoweringError(
+                f"an autograd.Function needs onnxruntime-training, or options={{'autograd_functions': 'inline'}}{at(user_line(node))}"
+            )
+        values, self._random_order = self._functions.write(node, self.value, self._random_order)
+        return [None if value is None else self._stamp(value, fake) for value, fake in zip(values, node.meta["val"], strict=True)]
 
     def _in_random_order(self, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: list[Any]) -> tuple[Any, PythonCall]:
         """A `PythonOp` that draws random numbers: a value from one such node to the next keeps ONNX Runtime from changing their order."""

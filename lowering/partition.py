@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.function_site import SITES
+
 aten = torch.ops.aten
 
 
@@ -47,8 +50,8 @@ class JointPartition:
 def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     """Divides a joint graph.
 
-    The forward has what its outputs depend on, and every random operator, so that these keep their order; all else waits for the
-    backward.
+    The forward has what its outputs depend on, every random operator, so that these keep their order, and the user's own Python; all else
+    waits for the backward.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if node.name.startswith("tangents")]
@@ -59,8 +62,9 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
 
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
     dependent = _descendants(calls, tangents)
-    needed = _ancestors([node for node in outputs if isinstance(node, fx.Node)] + [n for n in calls if is_random(n) and n not in dependent])
-    alive = needed | _ancestors([node for node in gradients if isinstance(node, fx.Node)])
+    kept = [node for node in calls if is_random(node) or node.target in (FORWARD, BACKWARD)]
+    needed = _ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
+    alive = needed | _ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
     forward = [node for node in calls if node in needed]
     backward = [node for node in calls if node in alive and node not in needed]
 
@@ -87,6 +91,8 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws from a random generator. Attention is tagged so, but draws nothing where its dropout is 0."""
+    if node.target is FORWARD:
+        return SITES[node.args[2]].behaviour.is_random  # type: ignore[index]
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     position = next((i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "dropout_p"), None)

@@ -18,7 +18,7 @@ _UNUSED = -1
 _names = itertools.count()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class PythonCall:
     """A callable behind one `PythonOp` node.
 
@@ -26,11 +26,12 @@ class PythonCall:
         name: The node's `func_name`, unique in the process.
         title: What a person calls it, such as `aten::sort`.
         function: Takes the node's input tensors as ONNX carries them (contiguous, complex as pairs), returns its output tensors likewise.
+            None for a user's autograd.Function, which has a backward as well (`function_op`).
     """
 
     name: str
     title: str
-    function: Callable[..., Sequence[torch.Tensor]]
+    function: Callable[..., Sequence[torch.Tensor]] | None
 
 
 def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,9 +70,7 @@ _READS_STRIDES = {
 }
 
 
-def make_call(
-    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]
-) -> PythonCall:
+def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
     `declared` says which of `target`'s results the node has an output for; an operator may return None there (an unused workspace).
@@ -158,7 +157,7 @@ def write_python_op(
     call = make_call(target, title, spec, constants, slots, [value is not None for value in results])
     outputs = [_output_of(value) for value in results if value is not None]
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
-    return _as_declared(op, made, results, outputs), call
+    return as_declared(op, made, results, outputs), call
 
 
 def _static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:
@@ -169,11 +168,16 @@ def _output_of(value: Any) -> tuple[Carrier, int]:
     """Carrier and rank of one result as the node declares it."""
     if not isinstance(value, torch.Tensor):
         return Carrier(ir.DataType.INT64 if isinstance(value, (int, torch.SymInt)) else ir.DataType.DOUBLE), 0
-    kind = carrier(value.dtype)
+    return declared(value.dtype, value.dim())
+
+
+def declared(dtype: torch.dtype, rank: int) -> tuple[Carrier, int]:
+    """Carrier and rank of a tensor as a node declares it."""
+    kind = carrier(dtype)
     assert kind is not None
-    if value.dtype == torch.bool:  # DLPack hands bool tensors to ONNX Runtime as bytes
+    if dtype == torch.bool:  # DLPack hands bool tensors to ONNX Runtime as bytes
         kind = Carrier(ir.DataType.UINT8)
-    return kind, value.dim() + len(kind.extra_dims)
+    return kind, rank + len(kind.extra_dims)
 
 
 def _attributes(call: PythonCall, values: list[ir.Value], outputs: list[tuple[Carrier, int]]) -> dict[str, Any]:
@@ -192,7 +196,7 @@ def _attributes(call: PythonCall, values: list[ir.Value], outputs: list[tuple[Ca
     }
 
 
-def _as_declared(op: Any, made: Sequence[ir.Value], results: list[Any], outputs: list[tuple[Carrier, int]]) -> list[ir.Value | None]:
+def as_declared(op: Any, made: Sequence[ir.Value], results: list[Any], outputs: list[tuple[Carrier, int]]) -> list[ir.Value | None]:
     """The node's outputs with their types, bool again where they were."""
     made[0].type, made[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
     remaining = iter(zip(made[1:], outputs, strict=True))

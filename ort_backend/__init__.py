@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ort_backend.compiler import ort_training
     from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, SessionError, VerificationError
     from ort_backend.graph_report import report
+    from ort_backend.lowering.function_behaviour import register_fake
     from ort_backend.lowering.registry import register as register_lowering
     from ort_backend.options import CompileOptions
 
@@ -30,6 +31,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "ort_training",
+    "register_fake",
     "register_lowering",
     "report",
 ]
@@ -44,6 +46,7 @@ _HOMES = {
     "SessionError": ("ort_backend.errors", "SessionError"),
     "VerificationError": ("ort_backend.errors", "VerificationError"),
     "ort_training": ("ort_backend.compiler", "ort_training"),
+    "register_fake": ("ort_backend.lowering.function_behaviour", "register_fake"),
     "register_lowering": ("ort_backend.lowering.registry", "register"),
     "report": ("ort_backend.graph_report", "report"),
 }

@@ -18,10 +18,10 @@ from ort_backend.environment import check_environment
 from ort_backend.errors import OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
-from ort_backend.lowering import decompositions
+from ort_backend.lowering import decompositions, dynamo_hook
 from ort_backend.lowering.graph import LoweredGraph
 from ort_backend.options import CompileOptions
-from ort_backend.runtime import capabilities
+from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
 from ort_backend.runtime.session import Session, SessionConfig
@@ -66,7 +66,7 @@ def ort_training(
     dump = debug.Dump.of(settings, name)
     if dump is not None:
         dump.repro(gm, example_inputs, settings)
-    one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump)
+    one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     with compilation.phase("aot"), decompositions.lstm_as_steps():
@@ -82,18 +82,21 @@ def ort_training(
 
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
-    return verified(one.watched(compiled), gm, name, settings.verify)
+    return verified(one.beside_python(one.watched(compiled), gm), gm, name, settings.verify)
 
 
 class _Compilation:
     """The callbacks of one compile, in the order in which AOTAutograd calls them."""
 
-    def __init__(self, settings: CompileOptions, target: OrtTarget, compilation: records.Compilation, name: str, dump: debug.Dump | None) -> None:
+    def __init__(
+        self, settings: CompileOptions, target: OrtTarget, compilation: records.Compilation, name: str, dump: debug.Dump | None, inlined: int
+    ) -> None:
         self.settings, self.target, self.name, self.dump = settings, target, name, dump
         self._compilation = compilation
         self._seconds = {"lowering": 0.0, "session": 0.0}
         self._started = time.perf_counter()
         self._lowered: LoweredGraph | None = None
+        self._inlined = inlined
         self._counts = RunCounts()
         self._training: TrainingGraph | None = None
 
@@ -112,12 +115,12 @@ class _Compilation:
         """AOTAutograd's `fw_compiler`."""
         assert self._training is not None
         _keep_saved_tensors()
-        return boxed(self._training.forward)
+        return boxed(self._own_python(self._training.forward))
 
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `bw_compiler`, called at the first backward."""
         assert self._training is not None
-        return boxed(self._training.backward)
+        return boxed(self._own_python(self._training.backward))
 
     # A graph without gradients.
 
@@ -129,7 +132,7 @@ class _Compilation:
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name)
         session = self._session(lowered) if plan.fetch_devices else None
         self._lowered = lowered
-        return InferenceGraph(session, plan, self._counts)
+        return boxed(self._own_python(InferenceGraph(session, plan, self._counts)))
 
     # What both have in common.
 
@@ -142,7 +145,7 @@ class _Compilation:
                 session_options=self.settings.session_options,
                 optimized_path=self.dump.model(lowered.model) if self.dump is not None else None,
             )
-            return Session(lowered.model, config, {call.name: call.function for call in lowered.python_calls})
+            return Session(lowered.model, config, lowered.python_calls)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -152,13 +155,17 @@ class _Compilation:
             yield
         self._seconds[name] += time.perf_counter() - started
 
+    def _own_python(self, half: Boxed) -> Boxed:
+        """`half` of a graph; where users' Functions run in it, Dynamo does not compile their Python once more."""
+        return torch.compiler.disable(half) if self._lowered is not None and self._lowered.functions else half
+
     def publish(self) -> graph_report.GraphReport | None:
         """Puts the compiled graph on the report and in the log; warns once about what does not run on ONNX Runtime's kernels."""
         if self._lowered is None:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
         kind = "inference" if self._training is None else "training"
-        made = graph_report.add(self.name, kind, self._compilation.function, self._lowered, seconds, self._counts)
+        made = graph_report.add(self.name, kind, self._compilation.function, self._lowered, seconds, self._counts, self._inlined)
         log.info("%s", made.summary())
         for one in made.outside:
             if (one.operator, one.reason) not in _warned:
@@ -179,6 +186,20 @@ class _Compilation:
             results = compiled(*args)
             training.watch_undefined(results)
             return results
+
+        return call
+
+    def beside_python(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        """`compiled`, in eager PyTorch where it is called inside a Python node: ONNX Runtime would wait for itself if it has such nodes, too."""
+        if self._lowered is None or not self._lowered.python_calls:
+            return compiled
+        counts = self._counts
+
+        def call(*args: Any) -> Any:
+            if not python_op.inside():
+                return compiled(*args)
+            counts.eager += 1
+            return gm(*args)
 
         return call
 
@@ -204,6 +225,19 @@ def boxed(function: Boxed) -> Boxed:
     return call
 
 
+def _inlined_functions(gm: fx.GraphModule) -> int:
+    """How many autograd.Functions Dynamo has traced into their operators."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return sum(node.target is torch.ops.higher_order.autograd_function_apply for graph in graphs for node in graph.nodes)
+
+
+def _autograd_functions(options: Any) -> str:
+    """The option of that name, before the options are checked."""
+    if isinstance(options, CompileOptions):
+        return options.autograd_functions
+    return str((options or {}).get("autograd_functions", "opaque"))
+
+
 def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
     """The provider that was asked for, or the one of the tensors."""
     provider = settings.provider
@@ -213,3 +247,7 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
     return capabilities.target(provider, settings.opset)
+
+
+# torch.compile imports this module when it is told the backend's name, before it traces anything.
+dynamo_hook.install(lambda backend: backend is ort_training, _autograd_functions)

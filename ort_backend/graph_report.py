@@ -48,6 +48,8 @@ class GraphReport:
         function: The user's function that it comes from, with the file and line where it is defined.
         fx_nodes: Computing nodes of the traced graph.
         onnx_nodes: Nodes of the ONNX graph before ONNX Runtime's optimiser.
+        functions: Calls of users' `torch.autograd.Function`s: each is one `PythonOp`, whose Python is the user's own.
+        inlined_functions: Such calls whose forward and backward were traced into operators instead.
         outside: What runs as `PythonOp`, most frequent first.
         capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
         lowering_seconds: Time to write the ONNX graph.
@@ -62,6 +64,8 @@ class GraphReport:
     function: str
     fx_nodes: int
     onnx_nodes: int
+    functions: int
+    inlined_functions: int
     outside: tuple[OutsideCount, ...]
     capture_seconds: float
     lowering_seconds: float
@@ -71,7 +75,7 @@ class GraphReport:
 
     @property
     def python_ops(self) -> int:
-        """Number of nodes that run as `PythonOp`."""
+        """Number of PyTorch's operators that run as `PythonOp`."""
         return sum(one.count for one in self.outside)
 
     def summary(self) -> str:
@@ -79,7 +83,9 @@ class GraphReport:
         seconds = f"{self.capture_seconds:.2f} s capture, {self.lowering_seconds:.2f} s lowering, {self.session_seconds:.2f} s session"
         outside = ", ".join(f"{one.operator} x{one.count}" for one in self.outside)
         outside = f"{self.python_ops} as PythonOp ({outside})" if outside else "0 as PythonOp"
-        return f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} ONNX nodes, {outside}; {seconds}"
+        functions = f"{self.functions} autograd.Functions as PythonOp, " if self.functions else ""
+        functions += f"{self.inlined_functions} autograd.Functions inline, " if self.inlined_functions else ""
+        return f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} ONNX nodes, {functions}{outside}; {seconds}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +122,7 @@ def next_name() -> str:
     return f"graph_{next(_numbers)}"
 
 
-def add(name: str, kind: str, function: str, lowered: LoweredGraph, seconds: Mapping[str, float], counts: RunCounts) -> GraphReport:
+def add(name: str, kind: str, function: str, lowered: LoweredGraph, seconds: Mapping[str, float], counts: RunCounts, inlined: int = 0) -> GraphReport:
     """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
     made = GraphReport(
         name=name,
@@ -124,6 +130,8 @@ def add(name: str, kind: str, function: str, lowered: LoweredGraph, seconds: Map
         function=function,
         fx_nodes=lowered.fx_nodes,
         onnx_nodes=lowered.onnx_nodes,
+        functions=len(lowered.functions),
+        inlined_functions=inlined,
         outside=_counted(lowered.outside),
         capture_seconds=seconds["capture"],
         lowering_seconds=seconds["lowering"],
@@ -148,15 +156,19 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
     table.add_column("graph")
     table.add_column("kind")
     table.add_column("function", overflow="fold")
-    for heading in ("ONNX nodes", "PythonOp", "capture s", "lowering s", "session s", "kept MB", "forwards", "backwards"):
+    for heading in ("ONNX nodes", "PythonOp", "Functions", "capture s", "lowering s", "session s", "kept MB", "forwards", "backwards"):
         table.add_column(heading, justify="right")
     for graph in graphs:
-        numbers: list[Any] = [graph.onnx_nodes - graph.python_ops, graph.python_ops]
+        numbers: list[Any] = [graph.onnx_nodes - graph.python_ops, graph.python_ops, _functions(graph)]
         numbers += [f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds)]
         kept = f"{graph.kept_bytes / 1e6:.2f}" if graph.kind == "training" else "-"
         backwards = graph.counts.backward if graph.kind == "training" else "-"
         table.add_row(graph.name, graph.kind, graph.function, *map(str, (*numbers, kept, graph.counts.forward, backwards)))
     return table
+
+
+def _functions(graph: GraphReport) -> str:
+    return f"{graph.functions} + {graph.inlined_functions} inline" if graph.inlined_functions else str(graph.functions)
 
 
 def _outside_table(graphs: Sequence[GraphReport]) -> Table:

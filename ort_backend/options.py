@@ -24,6 +24,9 @@ class CompileOptions:
         session_options: Attributes of `onnxruntime.SessionOptions` by name (`{"intra_op_num_threads": 4}`); a name with a dot is a
             session configuration entry (`{"session.intra_op.allow_spinning": "1"}`).
         opset: ONNX operator set of the generated graphs, 18 to 21.
+        autograd_functions: What a `torch.autograd.Function` becomes. `"opaque"`: one node whose forward and backward run the user's own
+            Python, whatever it does. `"inline"`: the operators that its forward and backward consist of, where they can be traced, which is
+            the fast way for small pointwise Functions; where they cannot, the graph breaks.
         strict: If true, an operator that would run outside ONNX Runtime's own kernels (as a `PythonOp`) is an error.
         verify: Compare the first `verify` calls of every graph, outputs and gradients, with eager PyTorch, and raise
             `VerificationError` naming the first that differs.
@@ -37,6 +40,7 @@ class CompileOptions:
     provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     opset: int = 18
+    autograd_functions: str = "opaque"
     strict: bool = False
     verify: int = 0
     dump_dir: str | None = None
@@ -47,6 +51,7 @@ class CompileOptions:
         _require(isinstance(self.provider_options, Mapping), "provider_options", self.provider_options, "a dict")
         _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
         _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
+        _require(self.autograd_functions in ("opaque", "inline"), "autograd_functions", self.autograd_functions, "'opaque' or 'inline'")
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
         _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")

@@ -11,3 +11,4 @@ class RunCounts:
 
     forward: int = 0
     backward: int = 0
+    eager: int = 0  # inside a Python node, where ONNX Runtime cannot run another

@@ -56,7 +56,8 @@ class InferenceGraph:
         if session is not None:
             run = session.open().run_with_ortvaluevector
             try:
-                run(self._run_options, session.inputs, self._feed(everything), session.outputs, fetches, self._devices)
+                with session.running():
+                    run(self._run_options, session.inputs, self._feed(everything), session.outputs, fetches, self._devices)
             except ORT_ERRORS as error:
                 raise session.failure(error) from None
         results = self._fetch(fetches, everything)

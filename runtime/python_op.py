@@ -9,14 +9,17 @@ C++ extension built against torch. Tensors come and go as DLPack capsules.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_void_p, py_object
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure, c_bool, c_void_p, py_object
+from typing import Any, Protocol
 
 import torch
 from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.errors import OrtBackendError
 
 _from_dlpack = torch._C._from_dlpack
 _to_dlpack = torch._C._to_dlpack
@@ -28,28 +31,99 @@ class _Vector(Structure):
     _fields_ = (("begin", c_void_p), ("end", c_void_p), ("capacity", c_void_p))
 
 
-_Runner = ctypes.CFUNCTYPE(
-    c_void_p, POINTER(_Vector), c_char_p, c_void_p, POINTER(_Vector), POINTER(_Vector), c_bool, POINTER(_Vector), c_char_p, c_bool, POINTER(_Vector)
-)
+_Runner = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_bool, c_void_p, c_void_p, c_bool, c_void_p)
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype, _libc.malloc.argtypes = c_void_p, [ctypes.c_size_t]
 _incref = ctypes.pythonapi.Py_IncRef
 _incref.argtypes = [py_object]
 
 
-class _Pending(threading.local):
-    """The exception raised inside a callable of this thread: it cannot cross C++, so it waits here until the run returns."""
+class _State(threading.local):
+    """Of this thread."""
 
+    # The exception raised inside a callable: it cannot cross C++, so it waits here until the run returns.
     error: BaseException | None = None
+    # What the run that is under way keeps for its backward.
+    run: RunState | None = None
+    # How many callables are under way, one inside the other.
+    depth: int = 0
 
 
-_pending = _Pending()
+_state = _State()
 
 
 def take_error() -> BaseException | None:
     """The exception that a callable raised during the run that just ended on this thread, if any; forgets it."""
-    error, _pending.error = _pending.error, None
+    error, _state.error = _state.error, None
     return error
+
+
+def inside() -> bool:
+    """Whether this thread is inside a callable: ONNX Runtime holds a mutex then, so that a graph with Python nodes must not run."""
+    return _state.depth > 0
+
+
+class RunState:
+    """What the users' Functions of one forward keep until their backward."""
+
+    __slots__ = ("_random", "pending")
+
+    def __init__(self) -> None:
+        self.pending: dict[int, Any] = {}
+        self._random: dict[int, list[torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def drawing(self, key: int) -> Iterator[None]:
+        """Around a forward that draws random numbers: when it runs again for a second backward, it draws the same."""
+        now = _random_state()
+        again = self._random.setdefault(key, now)
+        if again is now:
+            yield
+            return
+        _set_random_state(again)
+        try:
+            yield
+        finally:
+            _set_random_state(now)
+
+
+def _random_state() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _set_random_state(state: list[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])
+
+
+# ONNX Runtime holds one mutex during each callable, and waits for it without giving up Python's lock: a thread that waited there would stop the
+# one that it waits for. So one thread at a time runs graphs with Python nodes.
+_one_thread = threading.RLock()
+
+
+@contextlib.contextmanager
+def running(state: RunState | None) -> Iterator[None]:
+    """Around a run of a graph that has Python nodes.
+
+    Raises:
+        OrtBackendError: this thread is inside such a node.
+    """
+    if _state.depth:
+        raise OrtBackendError("a graph with Python nodes cannot run inside a Python node: ONNX Runtime would wait for itself")
+    with _one_thread:
+        before, _state.run = _state.run, state
+        try:
+            yield
+        finally:
+            _state.run = before
+
+
+class Call(Protocol):
+    """What a graph's lowering hands over for a Python node, or for the pair of nodes of a user's Function."""
+
+    name: str
+    function: Callable[..., Sequence[torch.Tensor]] | None
 
 
 class Registration:
@@ -58,69 +132,98 @@ class Registration:
     ONNX Runtime keeps the class that it is given for ever; what the class calls is dropped on release.
     """
 
-    def __init__(self, name: str, function: Callable[..., Sequence[torch.Tensor]]) -> None:
-        self.function: Callable[..., Sequence[torch.Tensor]] | None = function
+    def __init__(self, call: Any) -> None:
+        self._forward = _Entry(call.name, _plain(call.function) if call.function is not None else _forward_of(call))
+        self._backward = _Entry(call.name, _backward_of(call)) if call.function is None else self._forward
         _install()
-
-        def apply(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            assert self.function is not None, f"{name} was called after its session"
-            return self.function(*tensors)
-
-        members = {key: staticmethod(apply) for key in ("apply", "forward", "backward")}
-        C.register_torch_autograd_function(name, type("PythonOp", (torch.autograd.Function,), members))
+        members = {"apply": self._forward, "forward": self._forward, "backward": self._backward}
+        C.register_torch_autograd_function(call.name, type("PythonOp", (torch.autograd.Function,), members))
 
     def release(self) -> None:
         """Forgets the callable."""
-        self.function = None
+        self._forward.run = self._backward.run = self._forward.released
 
 
-def _words(vector: Any, kind: Any) -> list[Any]:
-    begin, end = vector.contents.begin or 0, vector.contents.end or 0
-    return list((kind * ((end - begin) // 8)).from_address(begin)) if end > begin else []
+class _Entry:
+    """What ONNX Runtime calls: takes the node's arguments (tensors as capsules), returns tensors."""
+
+    def __init__(self, name: str, run: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
+        self.name = name
+        self.run = run
+
+    def __call__(self, *objects: Any) -> Sequence[torch.Tensor]:
+        return self.run(list(objects))
+
+    def released(self, objects: list[Any]) -> Sequence[torch.Tensor]:
+        raise OrtBackendError(f"{self.name} was called after its session")
 
 
-def _run(
-    result: Any,
-    name: bytes,
-    callback: int,
-    requires_grad: Any,
-    tensor_flags: Any,
-    training: bool,
-    inplace: Any,
-    invoke_id: bytes,
-    safe_mode: bool,
-    args: Any,
+def _plain(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    return lambda objects: function(*map(_from_dlpack, objects))
+
+
+def _forward_of(call: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    function, reads = call.forward, tuple(call.reads)
+    return lambda objects: function(_state.run, [_from_dlpack(objects[i]) for i in reads])
+
+
+def _backward_of(call: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    function, reads = call.backward, range(1, 1 + sum(call.present))  # behind the context
+    return lambda objects: function(_state.run, [_from_dlpack(objects[i]) for i in reads])
+
+
+def _objects(vector: _Vector) -> list[Any]:
+    """The Python objects of a `std::vector<PyObject*>`."""
+    begin, end = vector.begin, vector.end
+    return list((py_object * ((end - begin) // 8)).from_address(begin)) if begin and end > begin else []
+
+
+def _run_forward(
+    result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
 ) -> int:
-    """The forward runner. Its first result is the autograd context, which these callables do not have."""
-    values: list[Any] = []
+    """The forward runner. Its first result is the autograd context: none, since what belongs to a run is kept with the run."""
+    return _give(result, _results(callback, args, [None]))
+
+
+def _run_backward(
+    result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
+) -> int:
+    """The backward runner."""
+    return _give(result, _results(callback, args, []))
+
+
+def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
+    _state.depth += 1
     try:
-        tensors = [_from_dlpack(ctypes.cast(word, py_object).value) for word in _words(args, c_void_p)]
-        function = ctypes.cast(callback, py_object).value
-        values = [None, *map(_to_dlpack, function(*tensors))]
+        entry = ctypes.cast(callback, py_object).value
+        values.extend(map(_to_dlpack, entry.run(_objects(_Vector.from_address(args)))))
+        return values
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
-        _pending.error = error
-    return _give(result, values)
+        _state.error = error
+        return []
+    finally:
+        _state.depth -= 1
 
 
-def _give(result: Any, values: list[Any]) -> int:
+def _give(result: int, values: list[Any]) -> int:
     """Fills the returned vector: memory from malloc, one reference for each object."""
     memory = _libc.malloc(max(8 * len(values), 8))
     slots = (c_void_p * max(len(values), 1)).from_address(memory)
     for i, value in enumerate(values):
         _incref(value)
         slots[i] = id(value)
-    result.contents.begin, result.contents.end = memory, memory + 8 * len(values)
-    result.contents.capacity = result.contents.end
-    return ctypes.addressof(result.contents)
+    vector = _Vector.from_address(result)
+    vector.begin, vector.end = memory, memory + 8 * len(values)
+    vector.capacity = vector.end
+    return result
 
 
 _installed: list[Any] = []
 
 
 def _install() -> None:
-    """Hands the runner to ONNX Runtime, once per process."""
+    """Hands the runners to ONNX Runtime, once per process."""
     if not _installed:
-        runner = _Runner(_run)
-        _installed.append(runner)
-        C.register_forward_runner(ctypes.cast(runner, c_void_p).value)
-        C.register_backward_runner(ctypes.cast(runner, c_void_p).value)
+        _installed.extend((_Runner(_run_forward), _Runner(_run_backward)))
+        C.register_forward_runner(ctypes.cast(_installed[0], c_void_p).value)
+        C.register_backward_runner(ctypes.cast(_installed[1], c_void_p).value)

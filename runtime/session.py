@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -14,7 +15,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime.python_op import Registration, take_error
+from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
 # Everything that ONNX Runtime's bindings raise.
 ORT_ERRORS = (
@@ -77,8 +78,8 @@ class SessionConfig:
 class Session:
     """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes. It can be closed, and opened again."""
 
-    def __init__(self, model: ir.Model, config: SessionConfig, functions: Mapping[str, Callable[..., Sequence[torch.Tensor]]]) -> None:
-        self._registrations = [Registration(name, function) for name, function in functions.items()]
+    def __init__(self, model: ir.Model, config: SessionConfig, calls: Sequence[Call]) -> None:
+        self._registrations = [Registration(call) for call in calls]
         self._model = ir.to_proto(model).SerializeToString()
         self._name = model.graph.name
         self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
@@ -102,6 +103,15 @@ class Session:
             except ORT_ERRORS as error:
                 raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
         return self._open._sess
+
+    def running(self, state: RunState | None = None) -> contextlib.AbstractContextManager[None]:
+        """To be around every run; `state` takes what Python nodes keep for the backward."""
+        return running(state) if self._registrations else contextlib.nullcontext()
+
+    @property
+    def has_python_nodes(self) -> bool:
+        """Whether Python runs inside the graph."""
+        return bool(self._registrations)
 
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
@@ -148,5 +158,3 @@ def _has_constant_output(model: ir.Model) -> bool:
         if reads_values or node.op_type == "YieldOp":
             varying.update(node.outputs)
     return any(value not in varying for value in model.graph.outputs)
-
-

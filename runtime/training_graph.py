@@ -17,6 +17,7 @@ from ort_backend.errors import OrtBackendError
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
+from ort_backend.runtime.python_op import RunState
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
 
@@ -56,11 +57,12 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("agent", "args", "guard", "state", "undefined", "versions")
+    __slots__ = ("agent", "args", "guard", "python", "state", "undefined", "versions")
 
-    def __init__(self, agent: _Agent, state: Any, args: list[Any], versions: list[int]) -> None:
+    def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int]) -> None:
         self.agent = agent
         self.state = state
+        self.python = python  # what users' Functions keep
         self.args: list[Any] | None = args
         self.versions = versions
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
@@ -114,10 +116,11 @@ class TrainingGraph:
         plan = self._plan
         self._owner.watch(args)
         everything = [*args, *(draw(args) for draw in plan.draws)]
-        agent, state, fetches = self._advance(everything)
+        python = RunState() if self._session.has_python_nodes else None
+        agent, state, fetches = self._advance(everything, python)
         results = self._fetch(fetches, everything)
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
-        run = _Run(agent, state, everything, [everything[i]._version for i in plan.replayed])
+        run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed])
         results.append(self._token(run))
         if self.gradients_may_be_undefined:
             self._latest.run = run
@@ -143,7 +146,8 @@ class TrainingGraph:
             run.args = None
         fetches = C.OrtValueVector()
         try:
-            run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
+            with self._session.running(run.python):
+                run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
         gradients = self._fetch_gradients(fetches, tangents)
@@ -174,14 +178,15 @@ class TrainingGraph:
         self._agent = None
         self._session.close()
 
-    def _advance(self, everything: list[Any]) -> tuple[_Agent, Any, Any]:
+    def _advance(self, everything: list[Any], python: RunState | None) -> tuple[_Agent, Any, Any]:
         """Runs the session up to the `YieldOp`: the agent that did, the state there, and what is handed out."""
         state, fetches = C.PartialGraphExecutionState(), C.OrtValueVector()
         if self._agent is None:
             self._agent = _Agent(self._session, self._plan)
         agent = self._agent
         try:
-            agent.run_forward(self._feed(everything), fetches, state, None)
+            with self._session.running(python):
+                agent.run_forward(self._feed(everything), fetches, state, None)
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
         return agent, state, fetches
@@ -196,7 +201,7 @@ class TrainingGraph:
                     "a second backward runs the forward again, but one of the tensors needed for it has been modified by an inplace operation: "
                     f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
                 )
-        run.agent, state, _ = self._advance(run.args)
+        run.agent, state, _ = self._advance(run.args, run.python)
         return state
 
     def _token(self, run: _Run) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""A call of a user's autograd.Function as a pair of opaque operators, which AOTAutograd leaves whole.
+
+`call` stands in Dynamo's graph. AOTAutograd traces through it and through `_Inner`, so that the joint graph has one `function_forward` and
+one `function_backward`, linked by a handle. In the ONNX graph they become `PythonOp` and `PythonOpGrad` (`function_op`); what is here
+also runs them where the graph runs in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ort_backend.lowering import function_run
+from ort_backend.lowering.function_behaviour import behaviour_of, fake_mode_of
+from ort_backend.lowering.function_site import SITES, Site
+
+_library = torch.library.Library("ort_training", "FRAGMENT")
+_library.define("function_forward(Tensor[] tensors, SymInt[] ints, int site) -> Tensor[]")
+_library.define("function_backward(Tensor?[] gradients, Tensor handle, Tensor[] kept, SymInt[] sizes, int site) -> Tensor[]")
+
+FORWARD = torch.ops.ort_training.function_forward.default
+BACKWARD = torch.ops.ort_training.function_backward.default
+
+# Python has effects that no graph shows: neither call may be dropped because nobody uses its results.
+torch.fx.node.has_side_effect(FORWARD)
+torch.fx.node.has_side_effect(BACKWARD)
+
+
+def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The function that stands in Dynamo's graph: takes the site's tensors, then its integers; returns the tensors among its results."""
+
+    def apply(*values: Any) -> tuple[torch.Tensor, ...]:
+        count = site.tensor_count
+        # A tensor inside a container gets no gradient, as in eager PyTorch.
+        tensors = [value if place is not None else value.detach() for value, place in zip(values[:count], site.differentiable)]
+        return _Inner.apply(site, values[count:], *tensors)[:-1]
+
+    apply.__name__ = apply.__qualname__ = site.cls.__name__
+    return apply
+
+
+class _Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, site: Site, ints: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *outputs, handle = FORWARD(list(tensors), list(ints), site.id)
+        known = site.behaviour
+        ctx.site = site
+        ctx.sizes = [size for i, tensor in enumerate(tensors) if _announced(site, i) for size in tensor.shape]
+        ctx.save_for_backward(handle, *[tensors[i] for i in known.kept_inputs], *[outputs[i] for i in known.kept_outputs])
+        ctx.mark_non_differentiable(handle, *[outputs[i] for i in known.non_differentiable])
+        ctx.set_materialize_grads(False)
+        return (*outputs, handle)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        site, (handle, *kept) = ctx.site, ctx.saved_tensors
+        made = iter(BACKWARD(list(gradients[:-1]), handle, kept, ctx.sizes, site.id))
+        return (None, None, *[next(made) if _announced(site, i) else None for i in range(site.tensor_count)])
+
+
+def _announced(site: Site, index: int) -> bool:
+    return site.needs_gradient(index) and site.behaviour.gradients[index]
+
+
+# -- on fake tensors
+
+
+@torch.library.register_fake("ort_training::function_forward", lib=_library)
+def _(tensors: Sequence[torch.Tensor], ints: Sequence[Any], site: int) -> list[torch.Tensor]:
+    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).tensors), torch.empty((), dtype=torch.int64)]
+
+
+def _behaviour(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:
+    """What the site does; found out again where a graph is traced anew with other symbols."""
+    signature = tuple(str(size) for tensor in tensors for size in tensor.shape)
+    if signature != site.signature and (mode := fake_mode_of(tensors)) is not None:
+        site.behaviour, site.signature = behaviour_of(site, tensors, ints, mode), signature
+    return site.behaviour
+
+
+@torch.library.register_fake("ort_training::function_backward", lib=_library)
+def _(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[Any], site: int) -> list[torch.Tensor]:
+    known, made, remaining = SITES[site], [], iter(sizes)
+    for i, (rank, dtype, device) in enumerate(known.inputs):
+        if _announced(known, i):
+            made.append(torch.empty(tuple(itertools.islice(remaining, rank)), dtype=dtype, device=device))
+    return made
+
+
+# -- in eager PyTorch
+
+_numbers = itertools.count()
+_pending: dict[int, function_run.Pending] = {}
+
+
+@torch.library.impl(_library, "function_forward", "CompositeExplicitAutograd")
+def _(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[torch.Tensor]:
+    known = SITES[site]
+    outputs, pending = function_run.forward(known, [tensor.detach() for tensor in tensors], ints, keep=any(known.needs))
+    key, memory = next(_numbers), np.array(0)
+    if pending is not None:
+        memory[()] = key
+        _pending[key] = pending
+        weakref.finalize(memory, _pending.pop, key, None)
+    return [*outputs, torch.from_numpy(memory)]
+
+
+@torch.library.impl(_library, "function_backward", "CompositeExplicitAutograd")
+def _(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[int], site: int) -> list[torch.Tensor]:
+    return function_run.backward(SITES[site], _pending[int(handle)], gradients)

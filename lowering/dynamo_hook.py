@@ -1,0 +1,235 @@
+"""Where Dynamo meets `Fn.apply(...)` in a compile of ours, the Function becomes one opaque call, whatever its Python does.
+
+Everything that reaches into Dynamo for that is in this file (read in torch 2.13): `AutogradFunctionVariable.call_apply` is replaced by a
+function that acts for our backend only and hands every other compile, and every call that it cannot take, to the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ort_backend.lowering.autograd_function import call
+from ort_backend.lowering.function_behaviour import UnknownBehaviour, behaviour_of
+from ort_backend.lowering.function_site import Site, Slot, TensorResult
+
+log = logging.getLogger(__name__)
+
+_original: list[Any] = []
+
+
+class _Unresolved(Exception):
+    """An argument that is neither computed by the graph nor known while it is traced."""
+
+
+def install(is_ours: Callable[[Any], bool], default: Callable[[Any], str]) -> bool:
+    """Puts the hook in place, once.
+
+    Args:
+        is_ours: Whether a backend's innermost function is ours.
+        default: The value of `autograd_functions` in the options of a compile.
+
+    Returns:
+        Whether this torch has the place for it.
+    """
+    try:
+        from torch._dynamo.variables.misc import AutogradFunctionVariable
+    except ImportError:
+        return False
+    if not hasattr(AutogradFunctionVariable, "call_apply"):
+        return False
+    if _original:
+        return True
+    original = AutogradFunctionVariable.call_apply
+    _original.append(original)
+
+    @functools.wraps(original)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        backend, options = _innermost(getattr(tx.output, "compiler_fn", None))
+        if not is_ours(backend) or default(options) != "opaque":
+            return original(self, tx, args, kwargs)
+        made = _opaque(self, tx, args, kwargs)
+        return made if made is not None else original(self, tx, args, kwargs)
+
+    AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
+    return True
+
+
+def uninstall() -> None:
+    """Gives Dynamo its own method back."""
+    if _original:
+        from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+        AutogradFunctionVariable.call_apply = _original.pop()  # type: ignore[method-assign]
+
+
+def _innermost(backend: Any) -> tuple[Any, Any]:
+    """The function behind the wrappers of `torch.compile`, `functools.partial` and Dynamo, and the options that they hand it."""
+    options = None
+    for _ in range(20):
+        keywords = getattr(backend, "kwargs", None) or getattr(backend, "keywords", None)
+        if isinstance(keywords, dict):
+            options = keywords.get("options", options)
+        inner = next((getattr(backend, name) for name in _INNER if getattr(backend, name, None) is not None), None)
+        if inner is None:
+            return backend, options
+        backend = inner
+    return backend, options
+
+
+# Attributes under which a wrapper has what it wraps.
+_INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callable", "func", "backend", "__wrapped__")
+
+
+def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The results of an opaque call as Dynamo's variables; None where the original is to take over."""
+    if kwargs:
+        resolved = variable._resolve_kwargs(args, kwargs)
+        if resolved is None:
+            return None
+        args = resolved
+    arguments = _Arguments(tx)
+    try:
+        template = tuple(map(arguments.template, args))
+    except _Unresolved as reason:
+        return _left_inline(variable, f"{reason} is not known while it is traced")
+    tensors, ints = [_example(proxy) for proxy in arguments.tensors], [_example(proxy) for proxy in arguments.ints]
+    if not arguments.tensors:
+        return _left_inline(variable, "it takes no tensor")
+    needs = tuple(isinstance(arg, Slot) and arg.kind == "tensor" and bool(tensors[arg.index].requires_grad) for arg in template)
+    site = Site(variable.fn_cls, template, needs, _autocast())
+    site.inputs = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors)
+    site.signature = tuple(str(size) for tensor in tensors for size in tensor.shape)
+    try:
+        site.behaviour = behaviour_of(site, tensors, ints, tx.fake_mode)
+    except UnknownBehaviour as unknown:
+        _break(site, str(unknown))
+    if site.behaviour.mutated:
+        return _left_inline(variable, "it writes to its arguments")
+    if not all(isinstance(result, (TensorResult, *_CONSTANTS)) for result in site.behaviour.results):
+        return _left_inline(variable, "it returns an object that a graph cannot")
+    return _emit(tx, site, arguments)
+
+
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
+
+
+def _left_inline(variable: Any, reason: str) -> None:
+    log.info("autograd.Function %s is left to Dynamo: %s", variable.fn_cls.__qualname__, reason)
+    return None
+
+
+def _break(site: Site, reason: str) -> None:
+    """Ends the graph in front of the call, which then runs in eager PyTorch."""
+    from torch._dynamo.exc import unimplemented
+
+    warnings.warn(reason, stacklevel=2)
+    unimplemented(
+        gb_type="autograd.Function of unknown results",
+        context=site.name,
+        explanation=reason,
+        hints=["Write `infer_shape` or `ort_backend.register_fake`, as said above."],
+    )
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
+
+
+def _example(proxy: Any) -> Any:
+    return proxy.node.meta["example_value"]
+
+
+def _emit(tx: Any, site: Site, arguments: _Arguments) -> Any:
+    """Puts the call into Dynamo's graph."""
+    from torch._dynamo.variables import ConstantVariable, TupleVariable
+    from torch._dynamo.variables.builder import wrap_fx_proxy
+
+    proxy = tx.output.create_proxy("call_function", call(site), (*arguments.tensors, *arguments.ints), {})
+    made: Any = wrap_fx_proxy(tx, proxy)
+    tensors = iter(made.items if site.behaviour.tensors else [])
+    items = []
+    for result in site.behaviour.results:
+        if isinstance(result, TensorResult):
+            items.append(next(tensors))
+        else:
+            items.append(ConstantVariable.create(int(result) if isinstance(result, torch.SymInt) else result))
+    return items[0] if site.behaviour.single else TupleVariable(items)
+
+
+class _Arguments:
+    """Sorts the arguments of one call: what the graph computes, and constants."""
+
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+        self.tensors: list[Any] = []
+        self.ints: list[Any] = []
+
+    def template(self, variable: Any) -> Any:
+        """The argument as a value, with a `Slot` for what the graph computes."""
+        from torch._dynamo import variables as v
+
+        variable = variable.realize()
+        if isinstance(variable, v.SymNodeVariable):
+            return self._number(variable)
+        if isinstance(variable, getattr(v, "UnspecializedPythonVariable", ())):
+            return variable.unspec_value() if hasattr(variable, "unspec_value") else self._object(variable)
+        if isinstance(variable, v.TensorVariable):
+            if type(variable.proxy.node.meta["example_value"]).__name__ not in ("FakeTensor", "Parameter"):
+                raise _Unresolved(f"a tensor of type {variable.python_type().__name__}")
+            self.tensors.append(variable.as_proxy())
+            return Slot("tensor", len(self.tensors) - 1)
+        if isinstance(variable, v.ConstantVariable):
+            return variable.value
+        if isinstance(variable, (v.ListVariable, v.TupleVariable)):
+            items = [self.template(item) for item in variable.items]
+            return self._sequence(variable, items)
+        if isinstance(variable, v.ConstDictVariable) and variable.python_type() is dict:
+            return {key.vt.as_python_constant(): self.template(value) for key, value in variable.items.items()}
+        return self._object(variable)
+
+    def _sequence(self, variable: Any, items: list[Any]) -> Any:
+        kind = variable.python_type()
+        if kind in (list, tuple):
+            return kind(items)
+        if kind is torch.Size:
+            return torch.Size(items) if all(isinstance(item, int) for item in items) else tuple(items)
+        if hasattr(kind, "_fields"):
+            return kind(*items)
+        raise _Unresolved(f"a {kind.__name__}")
+
+    def _number(self, variable: Any) -> Any:
+        example = _example(variable.as_proxy())
+        if isinstance(example, torch.SymInt):
+            self.ints.append(variable.as_proxy())
+            return Slot("int", len(self.ints) - 1)
+        if isinstance(example, torch.SymFloat):
+            proxy = self.tx.output.create_proxy("call_function", torch.scalar_tensor, (variable.as_proxy(),), {"dtype": torch.float64})
+            from torch._dynamo.variables.builder import wrap_fx_proxy
+
+            self.tensors.append(wrap_fx_proxy(self.tx, proxy).as_proxy())
+            return Slot("float", len(self.tensors) - 1)
+        return variable.evaluate_expr(self.tx.output)
+
+    def _object(self, variable: Any) -> Any:
+        """Any other object, by reference; a guard sees to it that it stays this one."""
+        try:
+            value = variable.as_python_constant()
+        except Exception as error:
+            value = getattr(variable, "value", None)
+            if value is None and hasattr(variable, "module_key"):
+                value = self.tx.output.get_submodule(variable.module_key)
+            if value is None:
+                raise _Unresolved(f"a {type(variable).__name__}") from error
+        if self.tx.output.side_effects.is_modified(variable) if hasattr(variable, "mutation_type") and variable.mutation_type else False:
+            raise _Unresolved("an object that the traced code has changed")
+        if variable.source is not None:
+            from torch._dynamo.guards import GuardBuilder, install_guard
+
+            install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+        return value

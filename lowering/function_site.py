@@ -1,0 +1,259 @@
+"""One call `Fn.apply(...)` in a traced program: which class, which arguments, what comes out; and how its Python runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.utils import _pytree as pytree
+
+_ids = itertools.count(1)
+# A site lives as long as the graph that calls it: the traced graph, or the session that was made of it.
+SITES: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Stands in an argument template for what the graph computes.
+
+    Attributes:
+        kind: `"tensor"`, `"int"` (a symbolic integer), or `"float"` (a Python float that travels as a 0-d tensor).
+        index: Which of the tensors (for `"float"` as well), or which of the integers.
+    """
+
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorResult:
+    """What is known of a tensor that the Function returns. Sizes may be symbolic."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorResult:
+        """Describes a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Behaviour:
+    """What a Function does with arguments of some kind, found out before it runs.
+
+    Attributes:
+        results: What `forward` returns: a `TensorResult` for each tensor, anything else as it is.
+        single: Whether that is one result, not a tuple of them.
+        kept_inputs: Indices of tensors that the backward may read the memory of.
+        kept_outputs: Likewise of tensor results.
+        non_differentiable: Indices of tensor results that have no gradient.
+        gradients: For each tensor, whether the backward gives a gradient.
+        is_random: Whether the forward draws from a random generator.
+        mutated: Indices of tensors that it writes to.
+    """
+
+    results: tuple[Any, ...]
+    single: bool
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+    non_differentiable: frozenset[int]
+    gradients: tuple[bool, ...]
+    is_random: bool = False
+    mutated: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> list[TensorResult]:
+        """The results that are tensors."""
+        return [result for result in self.results if isinstance(result, TensorResult)]
+
+
+class Context(FunctionCtx):
+    """What the user's `forward` and `backward` get as `ctx`."""
+
+    _forward_cls: type
+    needs_input_grad: tuple[bool, ...] = ()
+    materialize_grads = True
+    to_save: Any = ()  # as `FunctionCtx` names what its methods are given
+    non_differentiable: Any = ()
+    dirty_tensors: Any = ()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What `save_for_backward` was given."""
+        return tuple(self.to_save or ())
+
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """The old name of `saved_tensors`."""
+        return self.saved_tensors
+
+    def name(self) -> str:
+        """As a node of autograd's graph names itself."""
+        return type(self).__name__
+
+
+_context_types: weakref.WeakKeyDictionary[type, type[Context]] = weakref.WeakKeyDictionary()
+
+
+def context_type(cls: type) -> type[Context]:
+    """The type of a Function's `ctx`, named as PyTorch names it."""
+    made = _context_types.get(cls)
+    if made is None:
+        of = weakref.ref(cls)  # the type must not hold the class, whose entry in the table would then never go
+        members = {"_forward_cls": property(lambda self: of())}
+        made = _context_types[cls] = type(f"{cls.__name__}Backward", (Context,), members)
+    return made
+
+
+class Site:
+    """One call of a Function.
+
+    Attributes:
+        id: Its number in `SITES`.
+        cls: The class. Its `forward` and `backward` are looked up at every run, as PyTorch does.
+        template: The arguments of `apply`, with a `Slot` for each tensor and symbolic number; containers may hold slots as well.
+        needs: For each argument of `apply`, what `ctx.needs_input_grad` says.
+        differentiable: For each tensor, the argument that it is, where a gradient can go; None for tensors inside containers.
+        autocast: Device type and dtype of each autocast region around the call.
+        behaviour: What the call does; set once it is known.
+        signature: The sizes for which it is known.
+        inputs: Rank, dtype and device of each tensor.
+        requiring: The tensors that require grad.
+    """
+
+    def __init__(self, cls: type, template: tuple[Any, ...], needs: tuple[bool, ...], autocast: tuple[tuple[str, torch.dtype], ...] = ()) -> None:
+        self.id = next(_ids)
+        self.cls = cls
+        self.template = template
+        self.needs = needs
+        self.autocast = autocast
+        self.behaviour: Behaviour
+        self.signature: tuple[Any, ...] = ()
+        self.inputs: tuple[tuple[int, torch.dtype, torch.device], ...] = ()
+        self.context_type = context_type(cls)
+        slots = [leaf for leaf in pytree.tree_leaves(template, is_leaf=_is_slot) if isinstance(leaf, Slot)]
+        self.tensor_count = sum(slot.kind != "int" for slot in slots)
+        self.int_count = len(slots) - self.tensor_count
+        places = {arg.index: i for i, arg in enumerate(template) if isinstance(arg, Slot) and arg.kind == "tensor"}
+        self.differentiable = tuple(places.get(i) for i in range(self.tensor_count))
+        self.requiring = [i for i in range(self.tensor_count) if self.needs_gradient(i)]
+        self._plain = [(i, arg.index) for i, arg in enumerate(template) if isinstance(arg, Slot) and arg.kind == "tensor"]
+        self._other = [i for i, arg in enumerate(template) if _has_slots(arg) and not (isinstance(arg, Slot) and arg.kind == "tensor")]
+        SITES[self.id] = self
+
+    @property
+    def name(self) -> str:
+        """The qualified name of the class."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def needs_gradient(self, index: int) -> bool:
+        """Whether tensor `index` is one that a gradient goes to."""
+        place = self.differentiable[index]
+        return place is not None and self.needs[place]
+
+    def arguments(self, tensors: Sequence[Any], ints: Sequence[Any]) -> list[Any]:
+        """The arguments of `apply`, as the caller wrote them."""
+        arguments = list(self.template)
+        for position, index in self._plain:
+            arguments[position] = tensors[index]
+        for position in self._other:
+            arguments[position] = pytree.tree_map(lambda leaf: _filled(leaf, tensors, ints), arguments[position], is_leaf=_is_slot)
+        return arguments
+
+    # -- the user's Python
+
+    def forward(self, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[Context, Any]:
+        """Runs the user's forward: its `ctx`, and what it returned."""
+        ctx = self.context_type()
+        ctx.needs_input_grad = self.needs
+        if self.autocast or torch.is_grad_enabled():
+            with torch.no_grad(), self._autocast():
+                return ctx, self._call_forward(ctx, self.arguments(tensors, ints))
+        return ctx, self._call_forward(ctx, self.arguments(tensors, ints))
+
+    def _call_forward(self, ctx: Context, arguments: list[Any]) -> Any:
+        cls: Any = self.cls
+        if cls.setup_context is torch.autograd.Function.setup_context:
+            return cls.forward(ctx, *arguments)
+        results = cls.forward(*arguments)
+        cls.setup_context(ctx, tuple(arguments), results)
+        return results
+
+    def backward(self, ctx: Context, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """Runs the user's backward. Takes one gradient or None for each result of the forward, gives one for each argument.
+
+        Raises:
+            RuntimeError: their number is wrong.
+        """
+        cls: Any = self.cls
+        function = cls.vjp if cls.vjp is not torch.autograd.Function.vjp else cls.backward
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                made = function(ctx, *gradients)
+        else:
+            made = function(ctx, *gradients)
+        made = made if isinstance(made, tuple) else (made,)
+        count = len(self.template)
+        if len(made) < count or any(extra is not None for extra in made[count:]):
+            raise RuntimeError(f"function {type(ctx).__name__} returned an incorrect number of gradients (expected {count}, got {len(made)})")
+        return made[:count]
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype))
+            yield
+
+
+def _filled(leaf: Any, tensors: Sequence[Any], ints: Sequence[Any]) -> Any:
+    if not isinstance(leaf, Slot):
+        return leaf
+    if leaf.kind == "int":
+        return ints[leaf.index]
+    return float(tensors[leaf.index]) if leaf.kind == "float" else tensors[leaf.index]
+
+
+def _is_slot(value: Any) -> bool:
+    return isinstance(value, Slot)
+
+
+def _has_slots(value: Any) -> bool:
+    return any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(value, is_leaf=_is_slot))
+
+
+def held_tensors(ctx: Context) -> list[torch.Tensor]:
+    """Every tensor that a `ctx` holds: saved for the backward, and in its attributes."""
+    held = [tensor for tensor in ctx.to_save or () if tensor is not None]
+    for key, value in vars(ctx).items():
+        if isinstance(value, torch.Tensor):
+            held.append(value)
+        elif isinstance(value, (list, tuple, dict)) and key not in _OWN:
+            held.extend(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return held
+
+
+# What a ctx has of its own beside the user's attributes.
+_OWN = {"to_save", "needs_input_grad", "non_differentiable", "dirty_tensors", "materialize_grads"}
+
+
+def replace_held(ctx: Context, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Puts `replacement(tensor)` in the place of every tensor that a `ctx` holds."""
+    swap = lambda value: pytree.tree_map_only(torch.Tensor, replacement, value)  # noqa: E731
+    if ctx.to_save:
+        ctx.to_save = swap(tuple(ctx.to_save))
+    attributes: Mapping[str, Any] = vars(ctx)
+    for key in [key for key in attributes if key not in _OWN]:
+        setattr(ctx, key, swap(attributes[key]))
