@@ -30,14 +30,15 @@ def microsoft(op: Any, op_type: str, *inputs: ir.Value | None, like: ir.Value | 
     op.builder.call_op(op_type, inputs, attributes, domain=MS, version=1, outputs=outputs)
     for value, one in zip(outputs, likes):
         if one is not None:
-            typed(value, one.dtype, one.shape)  # type: ignore[arg-type]
+            typed(value, one.dtype, one.shape)
     if isinstance(like, ir.Value):
         return outputs[0]
     return [None if one is None else value for value, one in zip(outputs, likes)] + [None] * (len(like) - len(likes))
 
 
-def typed(value: ir.Value, dtype: ir.DataType, shape: Sequence[int | ir.SymbolicDim | str | None] | None) -> ir.Value:
+def typed(value: ir.Value, dtype: ir.DataType | None, shape: ir.Shape | Sequence[int | ir.SymbolicDim | str | None] | None) -> ir.Value:
     """`value` with a dtype and, where known, a shape."""
+    assert dtype is not None
     value.type = ir.TensorType(dtype)
     value.shape = None if shape is None else ir.Shape(list(shape))
     return value

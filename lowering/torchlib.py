@@ -38,7 +38,7 @@ def find(target: object) -> Callable[..., Any] | None:
         return None
     importlib.import_module("onnxscript.function_libs.torch_lib.ops")
     registration = importlib.import_module("onnxscript.function_libs.torch_lib.registration")
-    name = _USED[target]  # type: ignore[index]
+    name = _USED[target]
     if name not in registration.default_registry or not registration.default_registry[name].overloads:
         return None
     return registration.default_registry[name].overloads[0]

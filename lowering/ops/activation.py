@@ -22,7 +22,8 @@ aten = torch.ops.aten
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-_STEP = ("::HardSigmoid",)  # for one pass where Greater and Cast are two
+# One pass where Greater and Cast are two. Required by name, so that the other form beside it takes over where a provider lacks the kernel.
+_STEP = ("::HardSigmoid",)
 _STEEP = 3.0e38
 
 

@@ -28,7 +28,7 @@ def _product(op: Any, a: ir.Value, b: ir.Value, *, fused: bool, trans_a: int = 0
     a = op.Transpose(a, perm=swapped) if trans_a else a
     b = op.Transpose(b, perm=swapped) if trans_b else b
     product = op.MatMul(a, b)
-    return typed(product if alpha == 1 else op.Mul(product, alpha), like.dtype, like.shape)  # type: ignore[arg-type]
+    return typed(product if alpha == 1 else op.Mul(product, alpha), like.dtype, like.shape)
 
 
 def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
@@ -42,7 +42,7 @@ def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
     if not isinstance(heads, int):
         raise Unsupported("an unknown number of heads")
     size = int64s(op, [0, heads, -1, width]) if isinstance(width, int) else op.Concat(int64s(op, [0, heads, -1]), op.Shape(tensor, start=3), axis=0)
-    return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[arg-type, index]
+    return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[index]
 
 
 def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None, scale: float, fused: bool) -> ir.Value:
@@ -56,7 +56,7 @@ def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask:
         size = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
         above = op.Trilu(op.Expand(constant(op, -np.inf, query.dtype), size), constant(op, 1, ir.DataType.INT64), upper=1)  # type: ignore[arg-type]
         scores = op.Add(scores, above)
-    return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[arg-type, index]
+    return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[index]
 
 
 def _alive_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
@@ -71,7 +71,7 @@ def _alive_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, i
 
 def _where_alive(op: Any, alive: ir.Value | None, tensor: ir.Value) -> ir.Value:
     # A product: Where takes ten times as long.
-    return tensor if alive is None else typed(op.Mul(tensor, alive), tensor.dtype, tensor.shape)  # type: ignore[arg-type]
+    return tensor if alive is None else typed(op.Mul(tensor, alive), tensor.dtype, tensor.shape)
 
 
 def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
@@ -92,7 +92,7 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
         raise Unsupported("FusedMatMul has a float32 scale")
     mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
-    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
+    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
     out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
     # Nothing reads it where the backward is ours.
     logsumexp = _where_alive(op, alive, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
@@ -119,7 +119,7 @@ def _backward(
     factor = _scale(query, scale)
     mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, factor, fused)
-    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)  # type: ignore[arg-type]
+    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
     grad_out = _with_heads(op, _where_alive(op, alive, grad_out), key)
     grad_value = _product(op, _with_heads(op, probabilities, key), grad_out, fused=fused, trans_a=1)
     grad_probabilities = _with_heads(op, _product(op, grad_out, value, fused=fused, trans_b=1), query)
@@ -128,7 +128,7 @@ def _backward(
     else:
         through = op.Mul(grad_probabilities, probabilities)
         grad_scores = op.Sub(through, op.Mul(probabilities, op.ReduceSum(through, int64s(op, [-1]), keepdims=1)))
-    grad_scores = _with_heads(op, typed(grad_scores, scores.dtype, scores.shape), key)  # type: ignore[arg-type]
+    grad_scores = _with_heads(op, typed(grad_scores, scores.dtype, scores.shape), key)
     grad_query = _with_heads(op, _product(op, grad_scores, key, fused=fused, alpha=factor), query)
     grad_key = _product(op, grad_scores, _with_heads(op, query, key), fused=fused, trans_a=1, alpha=factor)
     return grad_query, grad_key, grad_value

@@ -113,8 +113,10 @@ def _channels_first(op: Any, tensor: ir.Value, groups: int, groups_inside: bool)
     rest = op.Shape(tensor, start=2)
     split = op.Reshape(tensor, op.Concat(int64s(op, [0, groups, -1]), rest, axis=0))
     swapped = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in spatial)])
-    channels = tensor.shape[1] // groups  # type: ignore[index, operator]
-    return op.Reshape(swapped, op.Concat(int64s(op, [channels, -1]), rest, axis=0))
+    channels = tensor.shape[1]  # type: ignore[index]
+    if not isinstance(channels, int):
+        raise Unsupported("an unknown number of channels")
+    return op.Reshape(swapped, op.Concat(int64s(op, [channels // groups, -1]), rest, axis=0))
 
 
 def _bias_gradient(op: Any, grad_output: ir.Value) -> ir.Value:

@@ -270,13 +270,13 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
 
 def _grouped(op: Any, tensor: ir.Value, N: Any, group: int) -> ir.Value:
     grouped = reshape(op, tensor, [N, group, -1])
-    return typed(grouped, tensor.dtype, [tensor.shape[0], group, None])  # type: ignore[arg-type, index]
+    return typed(grouped, tensor.dtype, [tensor.shape[0], group, None])  # type: ignore[index]
 
 
 def _ones_behind(op: Any, grouped: ir.Value) -> ir.Value:
     """Ones of the size of the last dimension."""
     size = op.Shape(grouped, start=2, end=3)
-    return typed(op.ConstantOfShape(size, value=ir.tensor([1.0], dtype=grouped.dtype)), grouped.dtype, [None])  # type: ignore[arg-type]
+    return typed(op.ConstantOfShape(size, value=ir.tensor([1.0], dtype=grouped.dtype)), grouped.dtype, [None])
 
 
 @register(aten.native_group_norm.default)

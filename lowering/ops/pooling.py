@@ -28,7 +28,7 @@ def _per_dim(sizes: Sequence[int], spatial: int) -> list[int]:
 def _static(tensor: ir.Value, spatial: int) -> list[int] | None:
     """The sizes of the pooled dimensions, if they are known."""
     sizes = list(tensor.shape[-spatial:])  # type: ignore[index]
-    return [int(size) for size in sizes] if all(isinstance(size, int) for size in sizes) else None  # type: ignore[arg-type]
+    return [int(size) for size in sizes] if all(isinstance(size, int) for size in sizes) else None
 
 
 def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _batched(op: Any, tensor: ir.Value, spatial: int) -> ir.Value:
     """(C, ...) as (1, C, ...)."""
     if tensor.shape.rank() == spatial + 2:  # type: ignore[union-attr]
         return tensor
-    return typed(op.Unsqueeze(tensor, int64s(op, [0])), tensor.dtype, [1, *tensor.shape])  # type: ignore[arg-type, misc]
+    return typed(op.Unsqueeze(tensor, int64s(op, [0])), tensor.dtype, [1, *tensor.shape])  # type: ignore[misc]
 
 
 def _unbatched(op: Any, result: ir.Value, tensor: ir.Value, spatial: int) -> ir.Value:
@@ -178,7 +178,7 @@ def _avg_pool_backward(
     else:
         grad = op.Div(grad_output, constant(op, _counts(sizes, pooled, kernel, strides, pads), grad_output.dtype))  # type: ignore[arg-type]
         weight = 1.0
-    planes = typed(op.Reshape(grad, int64s(op, [-1, 1, *pooled])), self.dtype, [None, 1, *pooled])  # type: ignore[arg-type]
+    planes = typed(op.Reshape(grad, int64s(op, [-1, 1, *pooled])), self.dtype, [None, 1, *pooled])
     missing = [size - ((n - 1) * s - 2 * p + k) for size, n, s, p, k in zip(sizes, pooled, strides, pads, kernel)]
     spread = op.ConvTranspose(
         planes,

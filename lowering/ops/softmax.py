@@ -79,6 +79,7 @@ def safe_softmax(op, self, dim, dtype=None):
 
     def write(x: ir.Value) -> ir.Value:
         # A row of -inf becomes one of equal finite numbers, and then 0. Where over the whole tensor would take far longer.
+        assert x.dtype is not None
         alive = op.Cast(op.Greater(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), scalar_like(op, -np.inf, x)), to=x.dtype)
         lowest = constant(op, float(np.finfo(x.dtype.numpy()).min), x.dtype)
         return op.Mul(op.Softmax(op.Max(x, lowest), axis=dim), alive)
