@@ -145,7 +145,7 @@ def _times_vector(op: Any, matrix: ir.Value, vector: ir.Value) -> ir.Value:
     return op.Squeeze(mm(op, matrix, op.Unsqueeze(vector, int64s(op, [1]))), int64s(op, [1]))
 
 
-@register(aten.dot.default, aten.vdot.default, promote="output")
+@register(aten.dot.default, promote="output")
 def dot(op, self, tensor):
     """dot(Tensor self, Tensor tensor) -> Tensor"""
     return _matmul(op, self, tensor)
