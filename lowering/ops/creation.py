@@ -275,7 +275,7 @@ def copy(op: Any, self: ir.Value, src: ir.Value, non_blocking: bool = False) -> 
 def _sequence(op: Any, start: Number, end: Number, step: Number, dtype: torch.dtype | None) -> ir.Value:
     numbers = (start, end, step)
     if not any(isinstance(number, ir.Value) for number in numbers):
-        known = torch.arange(start, end, step, dtype=dtype)  # type: ignore[call-overload]
+        known = torch.arange(start, end, step, dtype=dtype)  # type: ignore[arg-type]
         if known.numel() <= _CONSTANT_UP_TO or known.dtype.is_floating_point:
             as_float = known.float() if known.dtype == torch.bfloat16 else known
             return constant(op, as_float.numpy(), to_ir(as_float.dtype))
@@ -340,7 +340,7 @@ def linspace(
     """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, ...) -> Tensor"""
     if any(isinstance(number, ir.Value) for number in (start, end, steps)):
         raise Unsupported("linspace of dynamic length or bounds")
-    known = torch.linspace(start, end, steps, dtype=dtype)  # type: ignore[call-overload]
+    known = torch.linspace(start, end, steps, dtype=dtype)  # type: ignore[arg-type]
     as_float = known.float() if known.dtype == torch.bfloat16 else known
     return constant(op, as_float.numpy(), to_ir(as_float.dtype))
 

@@ -260,7 +260,7 @@ def _places(op: Any, parts: Sequence[ir.Value]) -> tuple[ir.Value, int]:
 def _broadcast_shape(op: Any, parts: Sequence[ir.Value], ranks: int) -> ir.Value:
     known = [sizes(part) for part in parts]
     if all(one is not None for one in known):
-        return int64s(op, list(torch.broadcast_shapes(*known)))  # type: ignore[arg-type]
+        return int64s(op, list(torch.broadcast_shapes(*known)))
     whole = parts[0]
     for part in parts[1:]:
         whole = op.Add(whole, part)

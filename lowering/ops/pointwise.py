@@ -407,7 +407,7 @@ def hypot(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
     # Dividing by the larger one keeps its square from overflowing.
     longer, shorter = op.Max(a, b), op.Min(a, b)
     tiny = scalar_like(op, torch.finfo(torch.float32).tiny, longer)
-    largest = scalar_like(op, torch.finfo(to_torch(longer.dtype)).max, longer)  # type: ignore[arg-type]
+    largest = scalar_like(op, torch.finfo(to_torch(longer.dtype)).max, longer)
     ratio = op.Div(op.Min(shorter, largest), op.Max(longer, tiny))
     return op.Mul(longer, op.Sqrt(op.Add(op.Mul(ratio, ratio), scalar_like(op, 1.0, ratio))))
 

@@ -161,7 +161,7 @@ def min_(op: Any, self: ir.Value) -> ir.Value:
 @register(aten.aminmax.default)
 def aminmax(op: Any, self: ir.Value, dim: int | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
     """aminmax(Tensor self, *, int? dim=None, bool keepdim=False) -> (Tensor min, Tensor max)"""
-    return amin(op, self, dim, keepdim), amax(op, self, dim, keepdim)  # type: ignore[arg-type]
+    return amin(op, self, dim, keepdim), amax(op, self, dim, keepdim)
 
 
 def _arg(op: Any, kind: str, value: ir.Value, at: int) -> ir.Value:

@@ -236,7 +236,9 @@ def _on_diagonal(op: Any, value: ir.Value, known: list[int], offset: int, dim1: 
     cell = op.Reshape(value, int64s(op, [*outer, count, 1]))
     row = op.Reshape(op.Pad(cell, int64s(op, [0] * (n + 2) + [0] * (n + 1) + [columns])), int64s(op, [*outer, count * (columns + 1)]))
     missing = rows * columns - start - count * (columns + 1)
-    flat = op.Pad(row, int64s(op, [0] * n + [start] + [0] * n + [missing]))
+    # ONNX Runtime's Pad writes past its output where it extends one end of an axis and cuts the other (1.19.2).
+    flat = op.Pad(row, int64s(op, [0] * n + [start] + [0] * n + [max(missing, 0)]))
+    flat = flat if missing >= 0 else op.Slice(flat, int64s(op, [0]), int64s(op, [rows * columns]), int64s(op, [n]))
     matrix = op.Reshape(flat, int64s(op, [*outer, rows, columns]))
     back = [order.index(i) for i in range(len(known))]
     return matrix if back == sorted(back) else op.Transpose(matrix, perm=back)
@@ -287,11 +289,11 @@ def _addresses(size: Sequence[Size], stride: Sequence[Size], storage_offset: Siz
     numbers = [*size, *stride, 0 if storage_offset is None else storage_offset]
     if any(isinstance(number, ir.Value) for number in numbers):
         raise Unsupported("dynamic sizes or strides")
-    if math.prod(size) > _INDEX_UP_TO:  # type: ignore[arg-type]
+    if math.prod(size) > _INDEX_UP_TO:  # type: ignore[operator]
         raise Unsupported("more elements than a constant index may have")
     places = torch.full(list(size), numbers[-1])  # type: ignore[arg-type]
     for at, (count, step) in enumerate(zip(size, stride)):
-        places += (torch.arange(count) * step).reshape([-1] + [1] * (len(size) - at - 1))  # type: ignore[arg-type, operator]
+        places += (torch.arange(count) * step).reshape([-1] + [1] * (len(size) - at - 1))  # type: ignore[arg-type]
     return places
 
 

@@ -21,9 +21,9 @@ Size = int | ir.Value
 
 
 def _top(op: Any, value: ir.Value, k: Size, at: int, *, largest: bool, ordered: bool = True) -> Sequence[ir.Value]:
-    assert value.dtype is not None
     if value.dtype == ir.DataType.BOOL:
         value = op.Cast(value, to=ir.DataType.INT32)
+    assert value.dtype is not None
     if not value.dtype.is_floating_point():
         return op.TopK(value, as_vector(op, [k]), axis=at, largest=int(largest), sorted=int(ordered), _outputs=2)
     # PyTorch takes NaN as the largest number, and ONNX Runtime's kernel compares it as it comes.
