@@ -35,6 +35,7 @@ def _nothing(pad: Sequence[Size]) -> bool:
 @register(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Any, self: ir.Value, pad: Sequence[Size], value: Scalar | ir.Value = 0) -> ir.Value:
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
+    self, pad = _without_cuts(op, self, pad)
     if _nothing(pad):
         return self
     pads = as_vector(op, _pads(self, pad))
@@ -54,11 +55,28 @@ def replication_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Valu
 
 
 def _extended(op: Any, value: ir.Value, padding: Sequence[Size], mode: str) -> ir.Value:
-    # What is cut off is cut off afterwards: ONNX Runtime cuts first, and extends what is left.
+    # What is cut off is cut off of the extended tensor.
     added = [part if isinstance(part, ir.Value) else max(part, 0) for part in padding]
     cut = [0 if isinstance(part, ir.Value) else min(part, 0) for part in padding]
     extended = value if _nothing(added) else op.Pad(value, as_vector(op, _pads(value, added)), mode=mode)
-    return extended if _nothing(cut) else op.Pad(extended, as_vector(op, _pads(value, cut)))
+    return _without_cuts(op, extended, cut)[0]
+
+
+def _without_cuts(op: Any, value: ir.Value, padding: Sequence[Size]) -> tuple[ir.Value, list[Size]]:
+    """`value` without what negative padding takes off, and the padding that is left to add.
+
+    ONNX Runtime's Pad takes negative numbers, but writes past its output where one side of an axis is cut and another side extended (1.19.2).
+    """
+    axes = [rank(value) - 1 - i for i in range(len(padding) // 2)]
+    cuts = [[0 if isinstance(part, ir.Value) else -min(part, 0) for part in padding[side::2]] for side in (0, 1)]
+    chosen = [(axis, first, last) for axis, first, last in zip(axes, *cuts) if first or last]
+    if chosen:
+        starts, ends = [first for _, first, _ in chosen], [-last if last else _END for _, _, last in chosen]
+        value = op.Slice(value, int64s(op, starts), int64s(op, ends), int64s(op, [axis for axis, _, _ in chosen]))
+    return value, [part if isinstance(part, ir.Value) else max(part, 0) for part in padding]
+
+
+_END = 2**63 - 1
 
 
 # -- gradients: along each axis, the gradient of what was copied goes back to where it was copied from
