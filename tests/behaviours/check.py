@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,14 @@ RTOL, ATOL = 1e-4, 1e-5
 def compiled(function: Any, **settings: Any) -> Any:
     """`torch.compile` with this backend; a graph break is an error unless `fullgraph=False` is given."""
     return torch.compile(function, backend="ort_training", **{"fullgraph": True, **settings})
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Asserts that the compile inside fails with this package's error `kind`, in the wrapping that Dynamo gives to a backend's errors."""
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match) as caught:
+        yield caught
+    assert isinstance(caught.value.inner_exception, kind)
 
 
 @dataclasses.dataclass
@@ -72,7 +81,7 @@ def on_ort(
         assert len(ran.graphs) in (graphs if isinstance(graphs, range) else [graphs]), [graph.summary() for graph in ran.graphs]
     assert ran.python_ops == sorted(python_ops), [graph.outside for graph in ran.graphs]
     for graph in ran.graphs:
-        assert graph.counts.forward > 0, f"{graph.name} never ran"
+        assert graph.counts.forward > 0 and graph.counts.eager == 0, f"{graph.name}: {graph.counts}"
         assert idle or graph.kind == "inference" or graph.counts.backward > 0, f"{graph.name} never ran backward"
     assert forwards is None or ran.forwards == forwards
     assert backwards is None or ran.backwards == backwards
@@ -213,7 +222,8 @@ def same_as_eager(
     reference = copy.deepcopy(function) if isinstance(function, nn.Module) else function
     runner = compiled(function, **settings)
     total = len(calls) * repeat
-    with on_ort(graphs=graphs, forwards=total, python_ops=python_ops, idle=not train) as ran:
+    forwards = total if settings.get("fullgraph", True) else None
+    with on_ort(graphs=graphs, forwards=forwards, python_ops=python_ops, idle=not train) as ran:
         for i in range(total):
             one = calls[i // repeat]
             results, sides, states = [], [], []

@@ -1,0 +1,32 @@
+"""Puts back what `import onnxruntime` replaces in torch.
+
+onnxruntime-training (1.19.2) imports ORTModule whenever it is imported. That replaces `torch.manual_seed`, `torch.cuda.manual_seed` and
+`torch.utils.checkpoint.checkpoint` by functions of its own, and then fails on current versions of torch, but what it replaced stays
+replaced: Dynamo no longer knows the functions, so that activation checkpointing cannot be compiled, by any backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+# Where -> (name there, the name under which the replacement keeps the original).
+_REPLACED: tuple[tuple[Any, str, str], ...] = (
+    (torch, "manual_seed", "torch_manual_seed"),
+    (torch.cuda, "manual_seed", "torch_cuda_manual_seed"),
+    (torch.utils.checkpoint, "checkpoint", "original_checkpoint"),
+)
+
+
+def undo() -> None:
+    """Puts the originals back, whoever imported ONNX Runtime first. A failed import may have been tried, and have replaced, several times."""
+    for owner, name, original in _REPLACED:
+        function = getattr(owner, name)
+        while function is not None and (function.__module__ or "").startswith("onnxruntime."):
+            seen = inspect.getclosurevars(function)
+            function = seen.nonlocals.get(original) or seen.globals.get(original)
+        if function is not None:
+            setattr(owner, name, function)

@@ -1,0 +1,180 @@
+"""The backend is found by its name, and its options are checked and obeyed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_module, same_tree
+from torch import nn
+
+import ort_backend
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def test_torch_lists_the_backend() -> None:
+    assert "ort_training" in torch._dynamo.list_backends()
+    assert torch._dynamo.lookup_backend("ort_training") is ort_backend.ort_training
+
+
+def test_no_import_is_needed(python: Any) -> None:
+    code = """
+import sys, torch
+assert "ort_training" in torch._dynamo.list_backends()
+assert not any(name.split(".")[0] in ("onnxruntime", "ort_backend", "onnxscript") for name in sys.modules)
+x = torch.randn(3, requires_grad=True)
+torch.compile(torch.sin, backend="ort_training")(x).sum().backward()
+torch.testing.assert_close(x.grad, x.detach().cos())
+import ort_backend
+counts = ort_backend.report().graphs[0].counts
+print(counts.forward, counts.backward)
+"""
+    assert python(code) == "1 1"
+
+
+def test_the_transformers_trainer_takes_it_by_name(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(str(tmp_path), torch_compile=True, torch_compile_backend="ort_training", report_to=[], use_cpu=True)
+    assert arguments.torch_compile_backend == "ort_training"
+
+
+def test_the_function_itself_is_a_backend() -> None:
+    with on_ort(graphs=1):
+        step = torch.compile(lambda x: x.sin(), backend=ort_backend.ort_training)
+        same_tree(step(X), X.sin())
+        step(X).sum().backward()
+    X.grad = None
+
+
+def test_a_method_and_a_decorated_function() -> None:
+    @torch.compile(backend="ort_training", fullgraph=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+    with on_ort(graphs=1, forwards=1, backwards=1):
+        result = function(X)
+        same_tree(result, X.sin() * 2)
+        result.sum().backward()
+    X.grad = None
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with refused(ort_backend.OptionError, "unknown option 'opsets'.*did you mean 'opset'"):
+        compiled(torch.sin, options={"opsets": 18})(X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"opset": 17}, {"opset": 22}, {"opset": "18"}, {"opset": True}, {"strict": 1}, {"verify": -1}, {"verify": 1.5}]
+    + [{"dump_dir": 3}, {"provider": 3}, {"provider_options": []}, {"session_options": "fast"}],
+    ids=str,
+)
+def test_a_bad_value_is_an_error_that_names_the_option(options: dict[str, Any]) -> None:
+    (name,) = options
+    with refused(ort_backend.OptionError, f"option '{name}' is .*, but must be "):
+        compiled(torch.sin, options=options)(X)
+
+
+@pytest.mark.parametrize("opset", [18, 19, 20, 21])
+def test_the_opset_is_the_graphs(opset: int, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Dropout(0.1), nn.Linear(4, 2), nn.Softmax(-1))
+    ran = same_as_eager(model, call(X), graphs=1, options={"opset": opset, "dump_dir": str(tmp_path)})
+    written = onnx.load(tmp_path / f"{ran.graphs[0].name}.onnx")
+    assert {one.domain: one.version for one in written.opset_import}[""] == opset
+
+
+def _session_options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
+    """Collects the options and providers of every session that runs a graph."""
+    seen: list[tuple[Any, Any]] = []
+    make = onnxruntime.InferenceSession.__init__
+
+    def spy(self: Any, model: Any, options: Any = None, providers: Any = None, *args: Any, **more: Any) -> None:
+        seen.append((options, providers))
+        make(self, model, options, providers, *args, **more)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", spy)
+    return seen
+
+
+def test_session_options_reach_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _session_options(monkeypatch)
+    wanted = {"intra_op_num_threads": 2, "session.intra_op.allow_spinning": "1", "enable_cpu_mem_arena": False}
+    same_as_eager(nn.Linear(3, 2), call(X), graphs=1, options={"session_options": wanted})
+    options = seen[-1][0]
+    assert options.intra_op_num_threads == 2 and options.enable_cpu_mem_arena is False
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"), [({"no_such": 1}, "names 'no_such'"), ({"intra_op_num_threads": "many"}, "'intra_op_num_threads'.* cannot be 'many'")]
+)
+def test_a_session_option_that_does_not_exist_is_an_error(wanted: dict[str, Any], message: str) -> None:
+    with refused(ort_backend.OptionError, message):
+        compiled(nn.Linear(3, 2), options={"session_options": wanted})(X)
+
+
+def test_the_provider_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _session_options(monkeypatch)
+    same_as_eager(
+        nn.Linear(3, 2),
+        call(X),
+        graphs=1,
+        options={"provider": "CPUExecutionProvider", "provider_options": {"arena_extend_strategy": "kSameAsRequested"}},
+    )
+    assert seen[-1][1] == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
+
+
+def test_threads_follow_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _session_options(monkeypatch)
+    same_as_eager(nn.Linear(3, 2), call(X), graphs=1)
+    assert seen[-1][0].intra_op_num_threads == torch.get_num_threads()
+
+
+def test_models_with_options_of_their_own_do_not_share_sessions() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    with on_ort(graphs=2, forwards=3):
+        plain, other = compiled(first), compiled(second, options={"opset": 21})
+        for step in (plain, other, plain):
+            step(X).sum().backward()
+    X.grad = None
+
+
+def test_one_compiled_function_serves_modules_of_one_class() -> None:
+    def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    models = [nn.Linear(3, 2) for _ in range(3)]
+    references = [nn.Linear(3, 2) for _ in range(3)]
+    with on_ort(graphs=1, forwards=3):
+        train = compiled(step)
+        for model, reference in zip(models, references, strict=True):
+            reference.load_state_dict(model.state_dict())
+            train(model, X.detach()).backward()
+            step(reference, X.detach()).backward()
+            same_module(model, reference)
+
+
+def test_the_report_says_what_ran() -> None:
+    same_as_eager(nn.Linear(3, 2), call(X), graphs=1)
+    (graph,) = ort_backend.report().graphs[-1:]
+    text = str(ort_backend.report())
+    assert graph.kind == "training" and graph.counts.forward == 2 and graph.python_ops == 0
+    assert graph.name in text and "Linear.forward" in graph.function and "training" in graph.summary()
+
+
+@pytest.mark.parametrize("first", ["", "import onnxruntime\n"])
+def test_torchs_own_functions_stay_in_place(python: Any, first: str) -> None:
+    code = """
+import torch, torch.utils.checkpoint
+checkpoint = torch.utils.checkpoint.checkpoint
+{first}import ort_backend.compiler
+assert torch.utils.checkpoint.checkpoint is checkpoint
+print(torch.manual_seed.__module__, torch.cuda.manual_seed.__module__)
+"""
+    assert python(code.replace("{first}", first)) == "torch.random torch.cuda.random"
