@@ -98,8 +98,9 @@ class Session:
         """
         if self._open is None:
             provider = (self._config.provider, {key: str(value) for key, value in self._config.provider_options.items()})
+            options = self._config.make_options()
             try:
-                self._open = ort.InferenceSession(self._model, self._config.make_options(), providers=[provider], disabled_optimizers=self._disabled)
+                self._open = ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
             except ORT_ERRORS as error:
                 raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
         return self._open._sess
