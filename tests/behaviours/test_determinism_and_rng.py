@@ -1,0 +1,187 @@
+"""Compiling draws nothing; what the graph draws is what eager draws; a run can be repeated bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
+from torch import nn
+from torch.nn import functional as F
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.4), nn.ReLU(), nn.Dropout(0.2), nn.LayerNorm(16), nn.Linear(16, 2))
+
+
+def test_compiling_touches_no_random_state() -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16))
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    with on_ort(graphs=1):
+        compiled(model)(X).sum().backward()
+    assert random.getstate() == states[0]
+    assert all(np.array_equal(one, other) for one, other in zip(np.random.get_state(), states[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert not cuda or all(torch.equal(one, other) for one, other in zip(torch.cuda.get_rng_state_all(), cuda, strict=True))
+
+
+def test_verify_touches_no_random_state() -> None:
+    with on_ort(graphs=2):
+        results: list[Any] = []
+        for options in ({}, {"verify": 1}):
+            torch.manual_seed(3)
+            results.append(compiled(F.dropout, options=options)(X.detach()))
+            results.append(torch.get_rng_state())
+        same_tree(results[:2], results[2:])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("train", [True, False])
+def test_dropout_drops_what_eager_drops(p: float, train: bool) -> None:
+    same_as_eager(nn.Sequential(nn.Linear(4, 8), nn.Dropout(p)).train(train), call(X), graphs=1)
+
+
+def test_the_backward_uses_the_mask_of_the_forward() -> None:
+    x = torch.ones(50, 20, requires_grad=True)
+    with on_ort(graphs=1):
+        result = compiled(lambda x: F.dropout(x, 0.5))(x)
+        result.sum().backward()
+    assert torch.equal(x.grad, result.detach()) and 0.3 < float((result == 0).float().mean()) < 0.7
+
+
+DRAWS: dict[str, Any] = {
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn_like": lambda x: x + torch.randn_like(x),
+    "rand": lambda x: x * torch.rand(6, 4),
+    "randn_then_dropout": lambda x: F.dropout(x * torch.randn(4), 0.5),
+    "randint": lambda x: x * torch.randint(0, 9, (4,)),
+    "randperm": lambda x: x[torch.randperm(6)],
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "uniform": lambda x: x * torch.empty_like(x).uniform_(-1, 1),
+    "normal": lambda x: x * torch.empty_like(x).normal_(1.0, 2.0),
+    "exponential": lambda x: x * torch.empty_like(x).exponential_(),
+    "several": lambda x: torch.rand_like(x) * x + torch.randn(4) * F.dropout(x) - torch.rand(()),
+    "feature_dropout": lambda x: F.dropout1d(x.unsqueeze(0), 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+# Draws whose distribution or number depends on values: PyTorch makes them inside the session.
+DEPENDENT = {"bernoulli": ["aten::bernoulli"], "rrelu": ["aten::rrelu_with_noise_functional"]}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_are_eagers_draws(kind: str) -> None:
+    same_as_eager(DRAWS[kind], call(X), graphs=1, python_ops=DEPENDENT.get(kind, []))
+
+
+def test_draws_that_depend_on_values_keep_their_order() -> None:
+    def function(x: torch.Tensor) -> Any:
+        first = torch.bernoulli(x.detach().sigmoid())
+        second = torch.rand_like(x)
+        third = torch.multinomial(x.detach().softmax(-1), 2)
+        return first * x, second * x, third
+
+    torch._dynamo.reset()
+    step = compiled(function)
+    with on_ort(graphs=1, python_ops=["aten::bernoulli", "aten::multinomial", "aten::rand_like"]):
+        for seed in range(2):
+            results, states = [], []
+            for side in (step, function):
+                torch.manual_seed(seed)
+                results.append(side(X))
+                states.append(torch.get_rng_state())
+            same_tree(*results)
+            assert torch.equal(*states)
+            (results[0][0].sum() + results[0][1].sum()).backward()
+    X.grad = None
+
+
+def test_one_seed_gives_one_run() -> None:
+    model = dropping()
+    runs = []
+    for _ in range(2):
+        mine = copy.deepcopy(model)
+        with on_ort(graphs=1, forwards=5):
+            step, optimizer = compiled(mine), torch.optim.AdamW(mine.parameters(), 0.01)
+            torch.manual_seed(1)
+            for _ in range(5):
+                optimizer.zero_grad()
+                step(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+        runs.append([p.detach().clone() for p in mine.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.fixture
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("deterministic", [True, False], indirect=True)
+@pytest.mark.parametrize("train", [True, False])
+def test_torchs_determinism_flag_reaches_the_session(deterministic: bool, train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    make = onnxruntime.InferenceSession.__init__
+
+    def spy(self: Any, model: Any, options: Any = None, *args: Any, **more: Any) -> None:
+        seen.append(options)
+        make(self, model, options, *args, **more)
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "__init__", spy)
+    same_as_eager(dropping().train(train), call(X), graphs=1)
+    assert seen[-1].use_deterministic_compute == deterministic
+
+
+@pytest.mark.parametrize("deterministic", [True], indirect=True)
+@pytest.mark.parametrize("train", [True, False])
+def test_two_runs_are_bit_equal(deterministic: bool, train: bool) -> None:
+    model = nn.Sequential(nn.Embedding(7, 8), nn.Flatten(), nn.Linear(32, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)).train(train)
+    ids = torch.randint(0, 7, (16, 4))
+    with on_ort(graphs=1, forwards=3):
+        step = compiled(model)
+        runs = []
+        for _ in range(3):
+            model.zero_grad()
+            torch.manual_seed(5)
+            result = step(ids)
+            result.square().sum().backward()
+            runs.append([result.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+    for other in runs[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(runs[0], other, strict=True))
+
+
+def test_recomputed_dropout_is_the_same_dropout() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False).sin()
+
+    model = Model()
+    reference = copy.deepcopy(model)
+    torch.manual_seed(4)
+    with on_ort(graphs=1):
+        own = compiled(model)(X)
+        own.sum().backward()
+    torch.manual_seed(4)
+    expected = reference.block(X.detach()).sin()
+    expected.sum().backward()
+    same_tree(own.detach(), expected.detach())
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        same_tree(one.grad, other.grad)
+    X.grad = None

@@ -1,0 +1,89 @@
+"""`dump_dir` gets, for every graph, files that can be read, checked and run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, refused, same_as_eager
+from torch import nn
+
+import ort_backend
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+ENDINGS = ["fx.txt", "onnx", "optimized.onnx", "repro.pt", "repro.py"]
+
+
+class Model(nn.Module):
+    """A constant, a buffer, parameters and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.norm(self.linear(x))) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def _files(folder: Path, name: str) -> list[str]:
+    return sorted(path.name.removeprefix(f"{name}.") for path in folder.iterdir() if path.name.startswith(f"{name}."))
+
+
+def test_every_graph_leaves_its_files_once(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    ran = same_as_eager(Model(), call(X), graphs=1, options={"dump_dir": folder})
+    assert _files(folder, ran.graphs[0].name) == ENDINGS
+    written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    ran = same_as_eager(Model().eval(), call(X), call(X.detach()), graphs=2, repeat=3, options={"dump_dir": str(folder)})
+    assert all(_files(folder, graph.name) == ENDINGS for graph in ran.graphs)
+    assert len(list(folder.iterdir())) == 3 * len(ENDINGS)
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+
+
+def test_nothing_is_written_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    same_as_eager(nn.Linear(3, 2), call(X), graphs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_onnx_files_are_sound_and_name_the_users_lines(tmp_path: Path) -> None:
+    with torch.no_grad():
+        ran = same_as_eager(Model().eval(), call(X.detach()), graphs=1, train=False, options={"dump_dir": tmp_path})
+    name = ran.graphs[0].name
+    model = onnx.load(tmp_path / f"{name}.onnx")
+    onnx.checker.check_model(model, full_check=True)
+    assert len(model.graph.node) == ran.graphs[0].onnx_nodes
+    traces = [entry.value for node in model.graph.node for entry in node.metadata_props if entry.key == "stack_trace"]
+    assert any("test_dumps.py" in trace and "torch.tensor([1.0, 2.0" in trace for trace in traces)
+    assert onnx.load(tmp_path / f"{name}.optimized.onnx").graph.node
+    text = (tmp_path / f"{name}.fx.txt").read_text()
+    assert "torch.ops.aten" in text and "f32[4, 3]" in text
+
+
+def test_a_training_graph_has_one_yield(tmp_path: Path) -> None:
+    ran = same_as_eager(Model(), call(X), graphs=1, options={"dump_dir": tmp_path})
+    model = onnx.load(tmp_path / f"{ran.graphs[0].name}.onnx")
+    assert [node.op_type for node in model.graph.node].count("YieldOp") == 1
+    assert all(value.type.tensor_type.elem_type for value in model.graph.value_info)
+
+
+@pytest.mark.parametrize("kind", ["training", "inference", "dynamic"])
+def test_the_repro_script_runs(tmp_path: Path, kind: str) -> None:
+    with on_ort(graphs=1, idle=True) as ran:
+        step = compiled(Model().train(kind != "inference"), dynamic=kind == "dynamic", options={"dump_dir": tmp_path})
+        with torch.set_grad_enabled(kind != "inference"):
+            step(X)
+    script = tmp_path / f"{ran.graphs[0].name}.repro.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "equal eager's" in done.stdout
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with refused(ort_backend.OptionError, "dump_dir.*cannot be made"):
+        compiled(nn.Linear(3, 2), options={"dump_dir": str(tmp_path / "file" / "below")})(X)

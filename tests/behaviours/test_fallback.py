@@ -1,0 +1,314 @@
+"""What ONNX Runtime cannot run, PyTorch runs inside the session: same values and gradients, said once, never hidden."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
+from torch import nn
+
+import ort_backend
+from ort_backend import compiler
+from ort_backend.lowering import registry
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    return made.requires_grad_()
+
+
+A, B = tensor(), tensor(seed=1)
+
+_failing = {"forward": False, "backward": False}
+
+
+class Refusal(Exception):
+    """An exception of the user's own."""
+
+
+@torch.library.custom_op("behaviours::cube", mutates_args=())
+def cube(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    if _failing["forward"]:
+        raise Refusal("not today")
+    return x**3 * scale
+
+
+@torch.library.custom_op("behaviours::cube_backward", mutates_args=())
+def cube_backward(grad: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
+    if _failing["backward"]:
+        raise Refusal("not backwards")
+    return grad * 3 * x**2 * scale
+
+
+@torch.library.custom_op("behaviours::parts", mutates_args=())
+def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x * 2, x > 0, x.argmax(0)
+
+
+cube.register_fake(lambda x, scale=1.0: torch.empty_like(x))
+cube_backward.register_fake(lambda grad, x, scale: torch.empty_like(x))
+parts.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool), x.new_empty(x.shape[1:], dtype=torch.int64)))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.scale = inputs[1]
+
+
+cube.register_autograd(lambda ctx, grad: (cube_backward(grad, ctx.saved_tensors[0], ctx.scale), None), setup_context=_save)
+BOTH = ["behaviours::cube", "behaviours::cube_backward"]
+
+
+@pytest.fixture
+def failing() -> Iterator[dict[str, bool]]:
+    yield _failing
+    _failing.update(forward=False, backward=False)
+
+
+@pytest.fixture
+def warnings_of_the_backend(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """A function that gives the warnings logged so far; what was said before in this process counts as unsaid."""
+    compiler._warned.clear()
+    with caplog.at_level(logging.INFO, logger="ort_backend"):
+        yield lambda: [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING and record.name.startswith("ort_backend")
+        ]
+
+
+def test_an_operator_without_a_lowering_runs_in_pytorch() -> None:
+    ran = same_as_eager(lambda x: cube(x.sin(), 0.5) * 2, call(A), graphs=1, python_ops=BOTH)
+    (one, other) = ran.graphs[0].outside
+    assert one.count == other.count == 1 and "no lowering" in one.reason
+    assert "test_fallback.py" in one.where
+    assert ran.graphs[0].onnx_nodes > 2
+
+
+def test_results_of_several_dtypes_come_back() -> None:
+    def function(x: torch.Tensor) -> Any:
+        doubled, positive, place = parts(x.detach() + 1)
+        return x * doubled, positive, ~positive, place + 1
+
+    same_as_eager(function, call(A), graphs=1, python_ops=["behaviours::parts"])
+
+
+def test_the_warning_comes_once_and_names_the_line(warnings_of_the_backend: Any) -> None:
+    with on_ort(python_ops=BOTH, graphs=2):
+        for function in (lambda x: cube(x), lambda x: cube(x) + 1):
+            step = compiled(function)
+            for _ in range(3):
+                step(A).sum().backward()
+    said = warnings_of_the_backend()
+    assert len([text for text in said if "behaviours::cube runs" in text]) == 1, said
+    assert "test_fallback.py" in said[0] and "no lowering" in said[0]
+    A.grad = None
+
+
+def test_a_graph_that_runs_whole_warns_of_nothing(warnings_of_the_backend: Any) -> None:
+    same_as_eager(nn.Linear(3, 2), call(A), graphs=1)
+    assert warnings_of_the_backend() == []
+
+
+def test_complex_tensors() -> None:
+    z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+    def function(z: torch.Tensor, x: torch.Tensor) -> Any:
+        w = z * z.conj() + x * 1j
+        return w, w.abs(), torch.view_as_real(w).sum()
+
+    torch._dynamo.reset()
+    before = len(ort_backend.report().graphs)
+    one, other = twin((z, A)), twin((z, A))
+    results = [compiled(function)(*one), function(*other)]
+    same_tree(*results)
+    for result in results:
+        (result[1].sum() + result[2]).backward()
+    same_gradients(one, other)
+    graph = ort_backend.report().graphs[before]
+    assert graph.python_ops > 0 and graph.counts.backward == 1
+    assert all("complex" in one.reason for one in graph.outside)
+
+
+def test_a_fourier_transform() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(x, dim=-1).abs().sum(-1)
+
+    torch._dynamo.reset()
+    before = len(ort_backend.report().graphs)
+    one, other = twin(A), twin(A)
+    for side, x in ((compiled(function), one), (function, other)):
+        result = side(x)
+        result.sum().backward()
+        one.result = result.detach()
+    same_tree(compiled(function)(A.detach()), function(A.detach()))
+    same_gradients([one], [other])
+    assert any("fft" in op.operator for op in ort_backend.report().graphs[before].outside)
+
+
+def test_a_dtype_without_a_kernel_is_seen_while_compiling() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x @ y
+
+    whole = torch.arange(6, dtype=torch.int16).view(2, 3), torch.arange(6, dtype=torch.int16).view(3, 2)
+    torch._dynamo.reset()
+    before = len(ort_backend.report().graphs)
+    same_tree(compiled(function)(*whole), function(*whole))
+    graph = ort_backend.report().graphs[before]
+    assert graph.counts.forward == 1
+    for one in graph.outside:
+        assert "INT16" in one.reason or "int16" in one.reason
+
+
+def test_strict_refuses_and_names_the_users_line() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return cube(y)  # the line to name
+
+    with refused(ort_backend.LoweringError, "behaviours::cube does not run on ONNX Runtime: no lowering") as caught:
+        compiled(function, options={"strict": True})(A)
+    text = str(caught.value)
+    assert "test_fallback.py" in text and "the line to name" in text and "in function" in text
+    same_as_eager(lambda x: x.sin(), call(A), graphs=1, options={"strict": True})
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_of_the_users_own_comes_through_and_the_next_step_works(failing: dict[str, bool], where: str) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return cube(x.sin())
+
+    with on_ort(graphs=1, python_ops=BOTH):
+        step = compiled(function)
+        for attempt in range(4):
+            one, other = twin(A), twin(A)
+            failing[where] = attempt % 2 == 0
+            if failing[where]:
+                with pytest.raises(Refusal, match="not"):
+                    step(one).sum().backward()
+                assert one.grad is None
+                continue
+            for side, x in ((step, one), (function, other)):
+                side(x).sum().backward()
+            same_gradients([one], [other])
+
+
+def test_a_runtime_failure_is_the_packages_error() -> None:
+    def function(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return x[i] * 2
+
+    with on_ort(graphs=1):
+        step = compiled(function)
+        same_tree(step(A, torch.tensor([1, 2])), function(A, torch.tensor([1, 2])))
+        with pytest.raises((ort_backend.SessionError, IndexError), match="bounds|range"):
+            step(A, torch.tensor([1, 77]))
+        step(A, torch.tensor([3, 0])).sum().backward()
+
+
+def test_a_branch_on_data_breaks_the_graph() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        return (y * 2).exp() if y.sum() > 0 else y.cos()
+
+    positive, negative = tensor(seed=3).detach().abs().requires_grad_(), -tensor(seed=3).detach().abs()
+    ran = same_as_eager(function, call(positive), call(negative.requires_grad_()), graphs=range(3, 5), fullgraph=False)
+    assert len(ran.graphs) >= 3
+
+
+def test_a_print_in_between_breaks_the_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        print("between")
+        return y.exp()
+
+    same_as_eager(function, call(A), graphs=2, fullgraph=False)
+    assert capsys.readouterr().out.count("between") == 4
+
+
+def test_item_in_the_middle() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * x.detach().max().item()
+
+    same_as_eager(function, call(A), graphs=range(1, 3), fullgraph=False, python_ops=[])
+
+
+def test_a_condition_inside_the_graph() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2, (x,))
+
+    torch._dynamo.reset()
+    before = len(ort_backend.report().graphs)
+    for sign in (1, -1):
+        x = A.detach().abs() * sign
+        same_tree(compiled(function)(x), function(x))
+    assert ort_backend.report().graphs[before].counts.forward == 2
+
+
+def test_a_condition_inside_a_graph_with_gradients() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos() * 2, (x,)) * 3
+
+    torch._dynamo.reset()
+    before = len(ort_backend.report().graphs)
+    for sign in (1, -1):
+        one, other = ((A.detach().abs() * sign).requires_grad_() for _ in range(2))
+        for side, x in ((compiled(function), one), (function, other)):
+            side(x).sum().backward()
+        same_gradients([one], [other])
+    assert ort_backend.report().graphs[before].counts.backward == 2
+
+
+def test_results_whose_size_depends_on_values() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].exp() * 2
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch._dynamo.reset()
+        before = len(ort_backend.report().graphs)
+        step = compiled(function)
+        for seed in range(3):
+            one, other = tensor(seed=seed), tensor(seed=seed)
+            for side, x in ((step, one), (function, other)):
+                side(x).sum().backward()
+            same_gradients([one], [other])
+    (graph,) = ort_backend.report().graphs[before:]
+    assert graph.counts.backward == 3
+
+
+def test_a_disabled_function_stays_in_eager() -> None:
+    @torch.compiler.disable
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return x * x.detach().numpy().max().item()
+
+    same_as_eager(lambda x: outside(x.sin()).exp(), call(A), graphs=2, fullgraph=False)
+
+
+def test_verify_lets_right_graphs_pass() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.ReLU())
+    with on_ort(graphs=1):
+        step = compiled(model, options={"verify": 2})
+        reference = torch.get_rng_state()
+        for _ in range(3):
+            step(A.detach()).sum().backward()
+    assert not torch.equal(reference, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("operator", "what"), [("sin", "output 0"), ("cos", "gradient of")])
+def test_verify_catches_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch, operator: str, what: str) -> None:
+    target = getattr(torch.ops.aten, operator).default
+    registry.load()
+    monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self: op.Tan(self))])
+    with pytest.raises(ort_backend.VerificationError, match=f"{what}.* differs from eager"):
+        compiled(lambda x: x.sin(), options={"verify": 1})(A)
+
+
+def test_a_wrong_lowering_is_wrong_without_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests here would notice: what they compare with is not what they run."""
+    target = torch.ops.aten.sin.default
+    registry.load()
+    monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self: op.Tan(self))])
+    with pytest.raises(AssertionError, match="not close"):
+        same_as_eager(lambda x: x.sin(), call(A))
+    with pytest.raises(AssertionError, match="everything ran in eager"), on_ort():
+        A.sin()
