@@ -44,7 +44,7 @@ def _position(op: Any, bound: Size | None, total: Size, default: Size) -> Size:
 
 
 def _pad(op: Any, value: ir.Value, at: int, before: Size, after: Size) -> ir.Value:
-    """`value` with zeros added (or, for negative numbers, elements cut off) at both ends of one axis."""
+    """`value` with zeros added at both ends of one axis, never less than none (see `_on_diagonal`)."""
     if before == 0 and after == 0:
         return value
     pads: list[Size] = [0] * (2 * rank(value))
@@ -78,19 +78,29 @@ def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], 
     taken = length(op, grad_output, at)
     if isinstance(step, int) and step == 1:
         return _pad(op, grad_output, at, before, _minus(op, _minus(op, total, before), taken))
-    if isinstance(step, ir.Value) or not isinstance(taken, int):
-        raise Unsupported("a dynamic size or step in a slice with a step")
+    if isinstance(step, ir.Value):
+        raise Unsupported("a dynamic step")
     # Every element in a cell of its own, `step` wide; the cells in a row are the axis.
     cells = op.Unsqueeze(grad_output, int64s(op, [at + 1]))
     cells.shape = ir.Shape([*grad_output.shape[: at + 1], 1, *grad_output.shape[at + 1 :]])  # type: ignore[index]
     cells = _pad(op, cells, at + 1, 0, step - 1)
-    merged = [0] * at + [taken * step] + [1] * (rank(grad_output) - at - 1)
-    row = op.Reshape(cells, _merged_shape(op, grad_output, at, merged[at]))
-    row.shape = ir.Shape([*grad_output.shape[:at], merged[at], *grad_output.shape[at + 1 :]])  # type: ignore[index]
-    return _pad(op, row, at, before, _minus(op, _minus(op, total, before), taken * step))
+    width = taken * step if isinstance(taken, int) else op.Mul(taken, step)
+    row = op.Reshape(cells, _merged_shape(op, grad_output, at, width), allowzero=1)
+    row.shape = ir.Shape([None if i == at else part for i, part in enumerate(grad_output.shape)])  # type: ignore[arg-type]
+    room = _minus(op, total, before)
+    if isinstance(room, int) and isinstance(width, int):
+        return _pad(op, _first(op, row, at, room) if width > room else row, at, before, max(room - width, 0))
+    return _pad(op, _first(op, row, at, room), at, before, op.Max(op.Sub(room, width), 0))
 
 
-def _merged_shape(op: Any, value: ir.Value, at: int, new: int) -> ir.Value:
+def _first(op: Any, value: ir.Value, at: int, count: Size) -> ir.Value:
+    """The first `count` elements along an axis, if there are as many."""
+    found = op.Slice(value, int64s(op, [0]), as_vector(op, [count]), int64s(op, [at]))
+    found.shape = ir.Shape([None if i == at else part for i, part in enumerate(value.shape)])  # type: ignore[arg-type]
+    return found
+
+
+def _merged_shape(op: Any, value: ir.Value, at: int, new: Size) -> ir.Value:
     return as_vector(op, [new if i == at else length(op, value, i) for i in range(rank(value))])
 
 
