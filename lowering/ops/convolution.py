@@ -37,6 +37,12 @@ def _attributes(weight: ir.Value, stride: Any, padding: Any, dilation: Any, grou
     }
 
 
+def _refuse_far_padding(transposed: bool, output_padding: Any, attributes: dict[str, Any]) -> None:
+    """The gradient of a transposed convolution is a convolution of its result, which such padding makes too large."""
+    if transposed and any(more >= stride for more, stride in zip(_per_dim(output_padding, len(attributes["strides"])), attributes["strides"])):
+        raise Unsupported("output_padding of a stride or more")
+
+
 @register(aten.convolution.default, promote="output")
 def convolution(op, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,
@@ -57,10 +63,17 @@ def convolution_backward_fused(
     SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
     attributes = _attributes(weight, stride, padding, dilation, groups)
+    _refuse_far_padding(transposed, output_padding, attributes)
     if not transposed:
         bias = ir.Value(type=weight.type, shape=ir.Shape([weight.shape[0]]))
         likes = [like if wanted else None for like, wanted in zip((input, weight, bias), output_mask)]
-        return microsoft(op, "ConvGrad", grad_output, input, weight, like=likes, **attributes)
+        if groups == 1 or len(attributes["strides"]) == 2 or not output_mask[0]:
+            return microsoft(op, "ConvGrad", grad_output, input, weight, like=likes, **attributes)
+        # For each group but the first, the kernel clears as much memory as all groups have: past the end of the input's gradient, except in
+        # its code for two dimensions (1.19.2).
+        if len(attributes["strides"]) != 1:
+            raise Unsupported("ConvGrad writes past its output for grouped convolutions over other than two dimensions")
+        return _as_planes(op, grad_output, input, weight, likes, attributes)
     # The transposed convolution is the gradient of a convolution: its own gradient is that convolution.
     grad_input = op.Conv(grad_output, weight, **attributes) if output_mask[0] else None
     grad_weight = None
@@ -69,12 +82,31 @@ def convolution_backward_fused(
     return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
 
 
+def _as_planes(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, likes: list[Any], attributes: dict[str, Any]) -> list[Any]:
+    """`ConvGrad` of a convolution over one dimension, as one over planes of height 1."""
+    (stride,), (dilation,), (before, after) = (attributes[name] for name in ("strides", "dilations", "pads"))
+    attributes = {**attributes, "strides": [1, stride], "dilations": [1, dilation], "pads": [0, before, 0, after]}
+    if "kernel_shape" in attributes:
+        attributes["kernel_shape"] = [1, *attributes["kernel_shape"]]
+    planes = [op.Unsqueeze(value, int64s(op, [2])) for value in (grad_output, input, weight)]
+    high = [None if like is None else ir.Value(type=like.type, shape=_with_height(like)) for like in likes]
+    grad_input, grad_weight, grad_bias = microsoft(op, "ConvGrad", *planes, like=high, **attributes)
+    return [None if value is None else op.Squeeze(value, int64s(op, [2])) for value in (grad_input, grad_weight)] + [grad_bias]
+
+
+def _with_height(value: ir.Value) -> ir.Shape | None:
+    if value.shape is None or value.shape.rank() < 3:
+        return value.shape
+    return ir.Shape([*value.shape[:2], 1, *value.shape[2:]])
+
+
 @register(aten.convolution_backward.default)
 def convolution_backward(op, grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask):
     """convolution_backward(Tensor grad_output, Tensor input, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, SymInt[] padding,
     SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
     attributes = _attributes(weight, stride, padding, dilation, groups)
+    _refuse_far_padding(transposed, output_padding, attributes)
     grad_input = grad_weight = None
     if output_mask[0]:
         grad_input = op.Conv(grad_output, weight, **attributes) if transposed else _input_gradient(op, grad_output, input, weight, attributes)
