@@ -38,7 +38,7 @@ def _attributes(weight: ir.Value, stride: Any, padding: Any, dilation: Any, grou
 
 
 def _refuse_far_padding(transposed: bool, output_padding: Any, attributes: dict[str, Any]) -> None:
-    """The gradient of a transposed convolution is a convolution of its result, which such padding makes too large."""
+    """ONNX Runtime's result is another one then (1.19.2), and the convolution that is the gradient has too large a result."""
     if transposed and any(more >= stride for more, stride in zip(_per_dim(output_padding, len(attributes["strides"])), attributes["strides"])):
         raise Unsupported("output_padding of a stride or more")
 
@@ -49,6 +49,7 @@ def convolution(op, input, weight, bias, stride, padding, dilation, transposed, 
     SymInt[] output_padding, SymInt groups) -> Tensor
     """
     attributes = _attributes(weight, stride, padding, dilation, groups)
+    _refuse_far_padding(transposed, output_padding, attributes)
     inputs = (input, weight) if bias is None else (input, weight, bias)
     if not transposed:
         return op.Conv(*inputs, **attributes)

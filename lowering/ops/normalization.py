@@ -41,6 +41,11 @@ def _refuse_double(input: ir.Value) -> None:
         raise Unsupported("the fused kernels keep their statistics in float32")
 
 
+def _refuse_single(sizes: Sequence[Any]) -> None:
+    if all(not isinstance(size, ir.Value) for size in sizes) and math.prod(sizes) == 1:
+        raise Unsupported("the fused kernel does not normalise single elements")
+
+
 # -- layer norm
 
 
@@ -71,6 +76,7 @@ def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean
     Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
     _refuse_double(input)
+    _refuse_single(normalized_shape)
     scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     # The kernel writes all three.
     results = microsoft(op, "LayerNormalizationGrad", grad_out, input, scale, mean, rstd, like=(input, scale, scale), axis=-len(normalized_shape))
@@ -318,6 +324,7 @@ def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N,
     int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
     _refuse_double(input)
+    _refuse_single([C, HxW, 1 / group])
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
     mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
     grad_input = None

@@ -32,21 +32,21 @@ def _static(tensor: ir.Value, spatial: int) -> list[int] | None:
 
 
 def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> dict[str, Any]:
-    """The attributes of an ONNX pooling node; with `ceil_mode` only where it gives the sizes that PyTorch gives."""
+    """The attributes of an ONNX pooling node. What `ceil_mode` adds is padding behind: ONNX's own has other sizes."""
     kernel, pads, dilations = _per_dim(kernel_size, spatial), _per_dim(padding, spatial), _per_dim(dilation, spatial)
     strides = _per_dim(stride, spatial) if stride else kernel
-    ceil = 0
+    behind = list(pads)
     if ceil_mode:
         sizes = _static(tensor, spatial)
         if sizes is None:
             raise Unsupported("ceil_mode with sizes that are not known")
-        for size, k, s, p, d in zip(sizes, kernel, strides, pads, dilations):
+        for i, (size, k, s, p, d) in enumerate(zip(sizes, kernel, strides, pads, dilations)):
             span = size + 2 * p - d * (k - 1) - 1
-            rounded = math.ceil(span / s)
-            if rounded * s >= size + p:
-                raise Unsupported("ceil_mode with a last window that starts in the padding")
-            ceil |= int(rounded != span // s)
-    return {"kernel_shape": kernel, "strides": strides, "pads": pads + pads, "dilations": dilations, "ceil_mode": ceil}
+            last = math.ceil(span / s) * s
+            behind[i] += last - span if last < size + p else 0  # no window starts in the padding behind
+            if behind[i] >= k:
+                raise Unsupported("ceil_mode with more padding than ONNX Runtime takes")
+    return {"kernel_shape": kernel, "strides": strides, "pads": [*pads, *behind], "dilations": dilations}
 
 
 def _batched(op: Any, tensor: ir.Value, spatial: int) -> ir.Value:
@@ -131,12 +131,18 @@ def adaptive_max_pool2d_backward(op, grad_output, self, indices):
 # -- average
 
 
+def _counts_padding(window: dict[str, Any], spatial: int, count_include_pad: bool, divisor_override: int | None) -> bool:
+    """Whether windows are divided by their full size. PyTorch never counts what `ceil_mode` adds."""
+    pads, behind = window["pads"][:spatial], window["pads"][spatial:]
+    if divisor_override:
+        return True  # only the sum matters
+    if pads != behind and any(pads) and count_include_pad:
+        raise Unsupported("ceil_mode with padding of which a part counts")
+    return count_include_pad and pads == behind
+
+
 def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None) -> ir.Value:
-    if window["ceil_mode"]:
-        raise Unsupported("average pooling with ceil_mode: ONNX Runtime divides the last windows by another number")
-    padded = any(window["pads"])
-    if divisor_override and padded and not count_include_pad:
-        count_include_pad = True  # the divisor is given: only the sum matters
+    count_include_pad = _counts_padding(window, spatial, count_include_pad, divisor_override)
     window = {name: value for name, value in window.items() if name != "dilations"}
     out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(count_include_pad))
     if divisor_override:
@@ -169,11 +175,10 @@ def _avg_pool_backward(
     sizes = _static(self, spatial)
     if sizes is None:
         raise Unsupported("average pooling over dimensions of unknown size")
-    if window["ceil_mode"]:
-        raise Unsupported("average pooling with ceil_mode")
-    kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
-    pooled = [(size + 2 * p - k) // s + 1 for size, k, s, p in zip(sizes, kernel, strides, pads)]
-    if divisor_override or count_include_pad or not any(pads):
+    count_include_pad = _counts_padding(window, spatial, count_include_pad, divisor_override)
+    kernel, strides, pads, behind = window["kernel_shape"], window["strides"], window["pads"][:spatial], window["pads"][spatial:]
+    pooled = [(size + p + more - k) // s + 1 for size, k, s, p, more in zip(sizes, kernel, strides, pads, behind)]
+    if count_include_pad or not any(window["pads"]):
         weight, grad = 1 / (divisor_override or math.prod(kernel)), grad_output
     else:
         grad = op.Div(grad_output, constant(op, _counts(sizes, pooled, kernel, strides, pads), grad_output.dtype))  # type: ignore[arg-type]

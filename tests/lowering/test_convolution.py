@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import randn
 
+from ort_backend.errors import LoweringError
+
 aten = torch.ops.aten
 contrib = pytest.mark.parametrize("contrib", [True, False], ids=["fused", "plain"])
 PLAIN: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "transposed": False, "output_padding": 0, "groups": 1}
@@ -56,3 +58,10 @@ def test_transposed_convolution(check: Callable, contrib: bool, dims: int, setti
 @pytest.mark.parametrize("mask", [[False, True, True], [True, False, False], [False, True, False]], ids=str)
 def test_only_the_gradients_that_are_wanted(check: Callable, contrib: bool, transposed: bool, mask: list[bool]) -> None:
     check(_both(2, mask, transposed=transposed), randn(2, 4, 6, 6), randn(4, 8, 3, 3) if transposed else randn(8, 4, 3, 3), randn(8), contrib=contrib)
+
+
+def test_output_padding_of_a_stride_is_left_to_pytorch(lower: Callable) -> None:
+    """ONNX Runtime's ConvTranspose takes it, and gives another result."""
+    settings = {"stride": 1, "dilation": 2, "output_padding": 1, "transposed": True}
+    with pytest.raises(LoweringError, match="output_padding"):
+        lower(_both(2, [True] * 3, **settings), (randn(2, 4, 5, 5), randn(4, 8, 3, 3), randn(8)))

@@ -30,6 +30,19 @@ def test_layer_norm(check: Callable, contrib: bool, dtype: torch.dtype, size: tu
     check(both, *inputs, *weights, also=(*also, *weights), contrib=contrib)
 
 
+def test_norms_of_single_elements(check: Callable) -> None:
+    def layer(g: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, mean, rstd = aten.native_layer_norm(x, [1], None, None, 1e-5)
+        return out, *aten.native_layer_norm_backward(g, x, [1], mean, rstd, None, None, [True, False, False])
+
+    def group(g: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out, mean, rstd = aten.native_group_norm(x, None, None, 3, 4, 1, 4, 1e-5)
+        return out, *aten.native_group_norm_backward(g, x, mean, rstd, None, 3, 4, 1, 4, [True, False, False])
+
+    check(layer, randn(3, 1), randn(3, 1))
+    check(group, randn(3, 4, 1), randn(3, 4, 1))
+
+
 def test_layer_norm_leaves_out_gradients(check: Callable) -> None:
     def backward(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         _, mean, rstd = aten.native_layer_norm(x, [6], w, w, 1e-5)

@@ -35,7 +35,8 @@ def test_max_pool(check: Callable, window: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("window", [([3, 3], [2, 2], [1, 1], [1, 1], True), ([2, 2], [2, 2], [0, 0], [1, 1], True)], ids=str)
 def test_max_pool_that_rounds_up(check: Callable, window: tuple[Any, ...]) -> None:
-    check(_max_both(2, *window), randn(2, 3, 9, 9))
+    for size in (8, 9, 10, 11):
+        check(_max_both(2, *window), randn(2, 3, size, 9))
 
 
 def test_max_pool_of_one_picture_and_of_volumes(check: Callable) -> None:
@@ -73,9 +74,28 @@ def test_average_pool(check: Callable, window: tuple[Any, ...]) -> None:
     check(both, randn(2, 3, 9, 9), also=(randn(4, 3, 9, 9),))
 
 
-def test_average_pool_that_rounds_up_is_left_to_pytorch(lower: Callable) -> None:
+@pytest.mark.parametrize(
+    "window",
+    [
+        ([2, 2], [2, 2], [0, 0], True, True, None),
+        ([3, 3], [2, 2], [1, 1], True, False, None),
+        ([3, 2], [2, 2], [1, 1], True, False, 7),
+        ([3, 3], [3, 3], [0, 0], True, True, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [8, 9, 10])
+def test_average_pool_that_rounds_up(check: Callable, window: tuple[Any, ...], size: int) -> None:
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = aten.avg_pool2d(x, *window)
+        return [out, aten.avg_pool2d_backward(out.cos(), x, *window)]
+
+    check(both, randn(2, 3, size, size))
+
+
+def test_average_pool_that_counts_padding_and_rounds_up_is_left_to_pytorch(lower: Callable) -> None:
     with pytest.raises(LoweringError, match="ceil_mode"):
-        lower(lambda x: aten.avg_pool2d(x, [2, 2], [2, 2], [0, 0], True), (randn(2, 3, 9, 9),))
+        lower(lambda x: aten.avg_pool2d(x, [3, 3], [2, 2], [1, 1], True), (randn(2, 3, 10, 10),))
 
 
 def test_average_pool_of_volumes(check: Callable) -> None:
