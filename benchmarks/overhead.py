@@ -49,6 +49,7 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, per_round: int) -
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 4, 16], help="linear layers of the model")
     parser.add_argument("--width", type=int, default=8)

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from rich.console import Console, Group
@@ -155,7 +156,7 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
     table = Table(title="ort_training: compiled graphs")
     table.add_column("graph")
     table.add_column("kind")
-    table.add_column("function", overflow="fold")
+    table.add_column("function", overflow="fold", min_width=20)
     for heading in ("ONNX nodes", "PythonOp", "Functions", "capture s", "lowering s", "session s", "kept MB", "forwards", "backwards"):
         table.add_column(heading, justify="right")
     for graph in graphs:
@@ -163,8 +164,14 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
         numbers += [f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds)]
         kept = f"{graph.kept_bytes / 1e6:.2f}" if graph.kind == "training" else "-"
         backwards = graph.counts.backward if graph.kind == "training" else "-"
-        table.add_row(graph.name, graph.kind, graph.function, *map(str, (*numbers, kept, graph.counts.forward, backwards)))
+        table.add_row(graph.name, graph.kind, _short(graph.function), *map(str, (*numbers, kept, graph.counts.forward, backwards)))
     return table
+
+
+def _short(function: str) -> str:
+    """The function and its line, without the folders that the file lies in."""
+    name, _, where = function.partition(" (")
+    return f"{name} ({PurePath(where).name}" if where else name
 
 
 def _functions(graph: GraphReport) -> str:

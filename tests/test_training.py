@@ -44,8 +44,7 @@ def test_ten_adamw_steps_equal_eager(name: str) -> None:
         assert torch.equal(compiled_state, state), f"step {step}: the random state differs"
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
         _assert_same_gradients(model, eager, step)
-        for (label, buffer), expected in zip(model.named_buffers(), eager.buffers(), strict=True):
-            torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=1e-5, msg=lambda text, label=label: f"step {step}, {label}: {text}")
+        _assert_same_buffers(model, eager, step)
         for optimizer in optimizers:
             optimizer.step()
     _assert_ran_on_onnx_runtime(before)
@@ -59,6 +58,11 @@ def _assert_same_gradients(model: torch.nn.Module, eager: torch.nn.Module, step:
             torch.testing.assert_close(
                 parameter.grad, expected.grad, rtol=1e-4, atol=atol, msg=lambda text, label=label: f"step {step}, {label}: {text}"
             )
+
+
+def _assert_same_buffers(model: torch.nn.Module, eager: torch.nn.Module, step: int) -> None:
+    for (label, buffer), expected in zip(model.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-4, atol=1e-5, msg=lambda text, label=label: f"step {step}, {label}: {text}")
 
 
 def _assert_ran_on_onnx_runtime(before: int) -> None:
