@@ -1,0 +1,213 @@
+"""Steps leave nothing behind; what waits for a backward goes with the result; a dead model takes its sessions along."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import onnxruntime
+import psutil
+import pytest
+import torch
+from behaviours.check import compiled, on_ort
+from torch import nn
+
+from ort_backend.runtime.training_graph import TrainingGraph
+
+X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+MEGABYTE = 1 << 20
+
+
+class Net(nn.Module):
+    """Keeps about a megabyte between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def growth(step: Callable[[], Any], steps: int, warm_up: int = 50) -> float:
+    """Megabytes that the process grows by in `steps` steps, after some to warm up."""
+    for _ in range(warm_up):
+        step()
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for _ in range(steps):
+        step()
+    gc.collect()
+    return (psutil.Process().memory_info().rss - before) / MEGABYTE
+
+
+def alive(kind: type) -> list[Any]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is kind]
+
+
+def test_five_hundred_steps_need_no_more_memory() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with on_ort(graphs=1, forwards=550, backwards=550):
+        runner = compiled(model)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            runner(X).square().mean().backward()
+            optimizer.step()
+
+        assert growth(step, 500) < 8
+
+
+def test_forwards_without_a_backward_need_no_more_memory() -> None:
+    model = Net()
+    with on_ort(graphs=1, forwards=350, idle=True):
+        runner = compiled(model)
+        assert growth(lambda: runner(X), 300) < 8
+
+
+def test_forwards_without_gradients_need_no_more_memory() -> None:
+    model = Net()
+    with on_ort(graphs=1, forwards=350) as ran, torch.no_grad():
+        runner = compiled(model)
+        assert growth(lambda: runner(X), 300) < 8
+    assert ran.graphs[0].kind == "inference" and ran.graphs[0].kept_bytes == 0
+
+
+def test_changing_sizes_need_no_more_memory() -> None:
+    model = Net()
+    with on_ort(graphs=1):
+        runner = compiled(model, dynamic=True)
+        sizes = iter(list(range(100, 256)) * 3)
+
+        def step() -> None:
+            model.zero_grad()
+            runner(X[: next(sizes)]).square().mean().backward()
+
+        assert growth(step, 250, warm_up=160) < 16
+
+
+def test_pending_state_goes_with_its_result() -> None:
+    before = {id(one) for one in alive(TrainingGraph)}
+    with on_ort(graphs=1, forwards=6, backwards=2):
+        runner = compiled(Net())
+        results = [runner(X) for _ in range(6)]
+        (graph,) = [one for one in alive(TrainingGraph) if id(one) not in before]
+        assert graph.pending == 6
+        results[0].sum().backward()
+        results[3].sum().backward()
+        assert graph.pending == 4
+        del results[:2]
+        assert graph.pending == 3
+        results.clear()
+        assert graph.pending == 0
+
+
+def test_a_failed_backward_leaves_no_state() -> None:
+    before = {id(one) for one in alive(TrainingGraph)}
+    with on_ort(graphs=1):
+        runner = compiled(Net())
+        result = runner(X)
+
+        def fail(grad: torch.Tensor) -> None:
+            raise ValueError("a hook of the user's")
+
+        result.register_hook(fail)
+        with pytest.raises(ValueError, match="a hook of the user's"):
+            result.sum().backward()
+        del result
+        gc.collect()
+        (graph,) = [one for one in alive(TrainingGraph) if id(one) not in before]
+        assert graph.pending == 0
+        runner(X).sum().backward()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_dead_model_takes_its_sessions_along(trains: bool, in_place: bool) -> None:
+    before = {id(one) for one in alive(onnxruntime.InferenceSession)}
+    model = Net()
+    with on_ort(graphs=1):
+        if in_place:
+            model.compile(backend="ort_training", fullgraph=True)
+        runner = model if in_place else compiled(model)
+        with torch.set_grad_enabled(trains):
+            result = runner(X)
+        if trains:
+            result.sum().backward()
+        assert len([one for one in alive(onnxruntime.InferenceSession) if id(one) not in before]) == 1
+        watched = weakref.ref(model)
+        del model, runner, result
+        gc.collect()
+        assert watched() is None
+        assert [one for one in alive(onnxruntime.InferenceSession) if id(one) not in before] == []
+
+
+def test_a_result_outlives_its_model() -> None:
+    with on_ort(graphs=1, backwards=1):
+        model = Net()
+        weight = model.layers[0].weight
+        loss = compiled(model)(X).square().mean()
+        expected = loss.item()
+        del model
+        gc.collect()
+        loss.backward()
+    assert loss.item() == expected and float(weight.grad.abs().sum()) > 0
+
+
+def test_resetting_dynamo_frees_the_sessions() -> None:
+    torch._dynamo.reset()
+    before = {id(one) for one in alive(onnxruntime.InferenceSession)}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    with on_ort(graphs=1):
+        compiled(function)(X)
+        assert len([one for one in alive(onnxruntime.InferenceSession) if id(one) not in before]) == 1
+    torch._dynamo.reset()
+    assert [one for one in alive(onnxruntime.InferenceSession) if id(one) not in before] == []
+
+
+def test_results_are_freed_with_their_last_reference() -> None:
+    with on_ort(graphs=1, idle=True):
+        runner = compiled(nn.Linear(64, 64))
+        watched = []
+        for _ in range(3):
+            result = runner(X)
+            watched.append(weakref.ref(result))
+        del result
+        gc.collect()
+        assert [one() for one in watched] == [None] * 3
+
+
+def test_inputs_are_freed_after_the_backward() -> None:
+    with on_ort(graphs=1):
+        runner = compiled(Net())
+        x = X.clone()
+        watched = weakref.ref(x)
+        loss = runner(x).sum()
+        loss.backward()
+        del x
+        gc.collect()
+        assert watched() is None
+        assert loss.item() == loss.item()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_memory_stays_flat() -> None:
+    model = Net().cuda()
+    x = X.cuda()
+    with on_ort(graphs=1):
+        runner = compiled(model)
+        for i in range(60):
+            if i == 10:
+                torch.cuda.synchronize()
+                before = torch.cuda.mem_get_info()[0]
+            model.zero_grad()
+            runner(x).sum().backward()
+        torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] < 8 * MEGABYTE
