@@ -60,6 +60,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, one thread, median of {arguments.rounds} rounds of {arguments.per_round} steps, microseconds per step")
     for layers in arguments.layers:
+        torch._dynamo.reset()  # all models are of one class, and Dynamo gives up after a few graphs of one function
         steps = {name: make_step(name, arguments.width, layers) for name in arguments.backends}
         medians = measure(steps, arguments.rounds, arguments.per_round)
         text = "  ".join(f"{name} {value:7.1f}" for name, value in medians.items())
