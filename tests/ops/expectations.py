@@ -228,12 +228,11 @@ TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
 _HALVES = (torch.float16, torch.bfloat16)
 # Beside float32.
 OTHER_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
-    **dict.fromkeys(
-        ("add", "mul", "sum", "where", "cat", "gather", "index_put", "masked_fill", "expand", "slice"), (*_HALVES, torch.int64, torch.bool)
-    ),
+    **dict.fromkeys(("add", "mul", "sum", "where", "cat", "gather", "masked_fill", "expand", "slice"), (*_HALVES, torch.int64, torch.bool)),
     **dict.fromkeys(("sub", "maximum", "clamp", "cumsum", "floor_divide", "remainder", "amax", "argmax"), (torch.int64, torch.float64)),
     **dict.fromkeys(("mean", "softmax", "nn.functional.gelu", "nn.functional.embedding", "addmm", "bmm", "exp", "div.no_rounding_mode"), _HALVES),
     **dict.fromkeys(("logical_and", "bitwise_and", "bitwise_not", "any", "all", "eq"), (torch.int64, torch.bool)),
+    "index_put": (*_HALVES, torch.int64),
     **dict.fromkeys(("mm", "std", "nn.functional.layer_norm", "index_add", "scatter_add"), (torch.float64,)),
 }
 
