@@ -49,9 +49,15 @@ class _Inner(torch.autograd.Function):
     def forward(ctx: Any, site: Site, ints: Sequence[Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *outputs, handle = FORWARD(list(tensors), list(ints), site.id)
         known = site.behaviour
+        count = len(known.tensors)
+        for i, value in zip(known.mutated, outputs[count:]):
+            tensors[i].copy_(value)
+        outputs = [tensors[i] if i is not None else out for i, out in zip(known.returned or [None] * count, outputs)]
+        ctx.mark_dirty(*[tensors[i] for i in known.dirty])
         ctx.site = site
         ctx.sizes = [size for i, tensor in enumerate(tensors) if _announced(site, i) for size in tensor.shape]
-        ctx.save_for_backward(handle, *[tensors[i] for i in known.kept_inputs], *[outputs[i] for i in known.kept_outputs])
+        kept = [outputs[i] for i in known.kept_outputs if known.returned[i : i + 1] in ((), (None,))]
+        ctx.save_for_backward(handle, *[tensors[i] for i in known.kept_inputs], *kept)
         ctx.mark_non_differentiable(handle, *[outputs[i] for i in known.non_differentiable])
         ctx.set_materialize_grads(False)
         return (*outputs, handle)
@@ -72,7 +78,7 @@ def _announced(site: Site, index: int) -> bool:
 
 @torch.library.register_fake("ort_training::function_forward", lib=_library)
 def _(tensors: Sequence[torch.Tensor], ints: Sequence[Any], site: int) -> list[torch.Tensor]:
-    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).tensors), torch.empty((), dtype=torch.int64)]
+    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).outputs), torch.empty((), dtype=torch.int64)]
 
 
 def _behaviour(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -75,6 +76,7 @@ def _innermost(backend: Any) -> tuple[Any, Any]:
         keywords = getattr(backend, "kwargs", None) or getattr(backend, "keywords", None)
         if isinstance(keywords, dict):
             options = keywords.get("options", options)
+        backend = getattr(backend, "__self__", backend) if isinstance(backend, types.MethodType) else backend  # a method of DDP's splitter
         inner = next((getattr(backend, name) for name in _INNER if getattr(backend, name, None) is not None), None)
         if inner is None:
             return backend, options
@@ -83,7 +85,7 @@ def _innermost(backend: Any) -> tuple[Any, Any]:
 
 
 # Attributes under which a wrapper has what it wraps.
-_INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callable", "func", "backend", "__wrapped__")
+_INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callable", "func", "backend_compile_fn", "backend", "__wrapped__")
 
 
 def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -109,8 +111,6 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
         site.behaviour = behaviour_of(site, tensors, ints, tx.fake_mode)
     except UnknownBehaviour as unknown:
         _break(site, str(unknown))
-    if site.behaviour.mutated:
-        return _left_inline(variable, "it writes to its arguments")
     if not all(isinstance(result, (TensorResult, *_CONSTANTS)) for result in site.behaviour.results):
         return _left_inline(variable, "it returns an object that a graph cannot")
     return _emit(tx, site, arguments)
@@ -209,11 +209,11 @@ class _Arguments:
             self.ints.append(variable.as_proxy())
             return Slot("int", len(self.ints) - 1)
         if isinstance(example, torch.SymFloat):
-            proxy = self.tx.output.create_proxy("call_function", torch.scalar_tensor, (variable.as_proxy(),), {"dtype": torch.float64})
-            from torch._dynamo.variables.builder import wrap_fx_proxy
-
-            self.tensors.append(wrap_fx_proxy(self.tx, proxy).as_proxy())
-            return Slot("float", len(self.tensors) - 1)
+            # Dynamo takes a float that changes between calls as a 0-d tensor, and asks it for its number.
+            node = variable.as_proxy().node
+            if node.op == "call_method" and node.target == "item":
+                self.tensors.append(torch.fx.Proxy(node.args[0], variable.as_proxy().tracer))
+                return Slot("float", len(self.tensors) - 1)
         return variable.evaluate_expr(self.tx.output)
 
     def _object(self, variable: Any) -> Any:

@@ -65,7 +65,8 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
     key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)))
     known = _known.setdefault(mode, {})
     if key not in known:
-        known[key] = _find_out(site, tensors, ints, mode)
+        found = _find_out(site, tensors, ints, mode)
+        known[key] = dataclasses.replace(found, written=tuple(TensorResult.of(tensors[i]) for i in found.mutated))
     return known[key]
 
 
@@ -169,7 +170,7 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
     outputs = [result for result in results if isinstance(result, torch.Tensor)]
     return dataclasses.replace(
         found,
-        kept_inputs=tuple(i for i, tensor in enumerate(inputs) if tensor.untyped_storage()._cdata in held),
+        kept_inputs=tuple(i for i, tensor in enumerate(inputs) if i not in found.mutated and tensor.untyped_storage()._cdata in held),
         kept_outputs=tuple(i for i, tensor in enumerate(outputs) if tensor.untyped_storage()._cdata in held),
     )
 
@@ -183,15 +184,19 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         site.needs_gradient(i) and (ran.gradients is None or ran.gradients[site.differentiable[i]] is not None)  # type: ignore[index]
         for i in range(site.tensor_count)
     ]
+    mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
+    same = {id(ran.inputs[i]): i for i in mutated}
     return Behaviour(
         results=results,
         single=single,
-        kept_inputs=tuple(range(site.tensor_count)),
+        kept_inputs=tuple(i for i in range(site.tensor_count) if i not in mutated),
         kept_outputs=tuple(range(len(given))),
         non_differentiable=frozenset(i for i, tensor in enumerate(given) if id(tensor) in marked or not _may_differentiate(tensor.dtype)),
         gradients=tuple(has_gradient),
         is_random=ran.is_random,
-        mutated=tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i]),
+        mutated=mutated,
+        dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty),
+        returned=tuple(same.get(id(tensor)) for tensor in given),
     )
 
 

@@ -72,7 +72,7 @@ class FunctionWriter:
             _outputs=1 + len(call.outputs),
         )
         made = (made,) if isinstance(made, ir.Value) else tuple(made)
-        results = as_declared(self._op, made, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.tensors], call.outputs)
+        results = as_declared(self._op, made, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.outputs], call.outputs)
         return [*results, made[0]], made[0]
 
     def _backward(self, node: fx.Node, value: Callable[[Any], Any], order: ir.Value) -> tuple[list[ir.Value | None], ir.Value]:
@@ -114,11 +114,11 @@ class FunctionCall(PythonCall):
         self.site, self.present = site, [True] * len(site.behaviour.tensors)
         self.reads: list[int] = []
         self.attributes: dict[str, Any] = {}
-        self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.tensors]
+        self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.outputs]
         self._ints = [value if isinstance(value, int) else None for value in ints]
         self._symbolic = [value for value in ints if not isinstance(value, int)]
         self._arriving = [(i, dtype) for i, (_, dtype, _) in enumerate(site.inputs) if _is_carried(dtype)]
-        self._leaving = [i for i, result in enumerate(site.behaviour.tensors) if _is_carried(result.dtype)]
+        self._leaving = [i for i, result in enumerate(site.behaviour.outputs) if _is_carried(result.dtype)]
 
     def arguments(self, tensors: Sequence[ir.Value], order: ir.Value) -> list[ir.Value]:
         """The inputs of the forward's node; sets the attributes that say what each is."""

@@ -33,11 +33,15 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
         keep: Whether a backward follows.
 
     Returns:
-        The tensors among its results, each contiguous in memory of its own, and what the backward needs.
+        The tensors among its results and the new values of those that it wrote to, each contiguous in memory of its own; and what the
+        backward needs.
 
     Raises:
         RuntimeError: it returned something else than it did when it was compiled.
     """
+    known = site.behaviour
+    for i in known.mutated:  # the graph is functional: what the user's code writes to is a copy, and what it makes of it goes out
+        tensors[i] = tensors[i].clone()
     for i in site.requiring:
         tensors[i].requires_grad_()
     ctx, returned = site.forward(tensors, ints)
@@ -47,14 +51,15 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
         # References: the list, the loop's variable, the call's argument. One more, not from ctx, is the user's: it gets memory of its own.
         if sys.getrefcount(tensor) > 3 and sys.getrefcount(tensor) - 3 > sum(one is tensor for one in held):
             tensor.data = tensor.detach().clone()
+    outputs.extend(tensors[i].detach().clone() for i in known.mutated)
     if not keep:
         return outputs, None
     if held:
-        _protect(site.behaviour, ctx, held, tensors, own)
+        _protect(known, ctx, held, tensors, own)
     results: list[TensorResult | None] = []
     made = iter(outputs)
-    for known in site.behaviour.results:
-        results.append(TensorResult.of(next(made)) if isinstance(known, TensorResult) else None)
+    for result in known.results:
+        results.append(TensorResult.of(next(made)) if isinstance(result, TensorResult) else None)
     return outputs, Pending(ctx, results, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
 
 
@@ -102,7 +107,7 @@ def _check(site: Site, index: int, result: Any, expected: TensorResult) -> None:
 def _protect(behaviour: Behaviour, ctx: Context, held: list[torch.Tensor], tensors: list[torch.Tensor], own: list[int]) -> None:
     """Copies what a ctx holds of memory that no node of the backward reads."""
     passing = {memory for i, memory in enumerate(own) if i not in behaviour.kept_outputs}
-    passing.update(tensor.untyped_storage().data_ptr() for i, tensor in enumerate(tensors) if i not in behaviour.kept_inputs)
+    passing.update(tensor.untyped_storage().data_ptr() for i, tensor in enumerate(tensors) if i not in (*behaviour.kept_inputs, *behaviour.mutated))
     passing.discard(0)
     kept = {own[i] for i in behaviour.kept_outputs} | {tensors[i].untyped_storage().data_ptr() for i in behaviour.kept_inputs}
     passing -= kept

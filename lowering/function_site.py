@@ -62,6 +62,9 @@ class Behaviour:
         gradients: For each tensor, whether the backward gives a gradient.
         is_random: Whether the forward draws from a random generator.
         mutated: Indices of tensors that it writes to.
+        dirty: Those of them that it marks as dirty.
+        written: What they are afterwards.
+        returned: For each tensor result, the index of the tensor it is, if it is one of these.
     """
 
     results: tuple[Any, ...]
@@ -72,6 +75,14 @@ class Behaviour:
     gradients: tuple[bool, ...]
     is_random: bool = False
     mutated: tuple[int, ...] = ()
+    dirty: tuple[int, ...] = ()
+    written: tuple[TensorResult, ...] = ()
+    returned: tuple[int | None, ...] = ()
+
+    @property
+    def outputs(self) -> list[TensorResult]:
+        """The results that are tensors, then the new values of the tensors that it writes to."""
+        return [*self.tensors, *self.written]
 
     @property
     def tensors(self) -> list[TensorResult]:

@@ -174,6 +174,11 @@ class GraphLowering:
             value.name = node.name
             self.bind(node, self._stamp(value, node.meta["val"]))
 
+    @property
+    def last_python(self) -> ir.Value | None:
+        """A value of the last node so far that runs Python, if there is one: what takes it waits for all of them."""
+        return self._random_order
+
     def after_yield(self, values: Sequence[ir.Value], fakes: Sequence[Any]) -> list[ir.Value]:
         """The values, each computed behind the `YieldOp`, if there is one.
 

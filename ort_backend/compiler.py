@@ -18,7 +18,7 @@ from ort_backend.environment import check_environment
 from ort_backend.errors import OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
-from ort_backend.lowering import decompositions, dynamo_hook
+from ort_backend.lowering import decompositions, dynamo_hook, traced_function
 from ort_backend.lowering.graph import LoweredGraph
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
@@ -63,6 +63,9 @@ def ort_training(
     check_environment()
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
+    traced = traced_function.make_opaque(gm) if settings.autograd_functions == "opaque" and not HAS_HOOK else 0
+    if traced:
+        log.warning("this torch has no place for the hook on autograd.Function: %d of them run as Dynamo traced them", traced)
     dump = debug.Dump.of(settings, name)
     if dump is not None:
         dump.repro(gm, example_inputs, settings)
@@ -250,4 +253,4 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.
-dynamo_hook.install(lambda backend: backend is ort_training, _autograd_functions)
+HAS_HOOK = dynamo_hook.install(lambda backend: backend is ort_training, _autograd_functions)

@@ -200,6 +200,10 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
             nodes.append(tangent)
             match = len(values) - 1
         partners.append(match)
+    if (last := lowering.last_python) is not None and last not in values:
+        # The user's Python runs in the forward, also where nothing uses its results.
+        values.append(last)
+        nodes.append(partition.forward[-1])
     lowering.yield_op(values, partition.tangents, [i for i in range(len(values)) if i not in partners])
     return outputs, nodes, values
 

@@ -9,6 +9,7 @@ C++ extension built against torch. Tensors come and go as DLPack capsules.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import threading
@@ -227,3 +228,5 @@ def _install() -> None:
         _installed.extend((_Runner(_run_forward), _Runner(_run_backward)))
         C.register_forward_runner(ctypes.cast(_installed[0], c_void_p).value)
         C.register_backward_runner(ctypes.cast(_installed[1], c_void_p).value)
+        # ONNX Runtime would give up the Python objects that it holds after Python is gone, and crash.
+        atexit.register(C.unregister_python_functions)
