@@ -32,21 +32,24 @@ def _static(tensor: ir.Value, spatial: int) -> list[int] | None:
 
 
 def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> dict[str, Any]:
-    """The attributes of an ONNX pooling node. What `ceil_mode` adds is padding behind: ONNX's own has other sizes."""
+    """The attributes of an ONNX pooling node. What `ceil_mode` adds is padding behind, for ONNX's own `ceil_mode` may add a window too many."""
     kernel, pads, dilations = _per_dim(kernel_size, spatial), _per_dim(padding, spatial), _per_dim(dilation, spatial)
     strides = _per_dim(stride, spatial) if stride else kernel
-    behind = list(pads)
-    if ceil_mode:
-        sizes = _static(tensor, spatial)
-        if sizes is None:
-            raise Unsupported("ceil_mode with sizes that are not known")
-        for i, (size, k, s, p, d) in enumerate(zip(sizes, kernel, strides, pads, dilations)):
-            span = size + 2 * p - d * (k - 1) - 1
-            last = math.ceil(span / s) * s
-            behind[i] += last - span if last < size + p else 0  # no window starts in the padding behind
-            if behind[i] >= k:
-                raise Unsupported("ceil_mode with more padding than ONNX Runtime takes")
-    return {"kernel_shape": kernel, "strides": strides, "pads": [*pads, *behind], "dilations": dilations}
+    window = {"kernel_shape": kernel, "strides": strides, "pads": pads + pads, "dilations": dilations}
+    if not ceil_mode:
+        return window
+    sizes = _static(tensor, spatial)
+    if sizes is None:
+        raise Unsupported("ceil_mode with sizes that are not known")
+    spans = [size + 2 * p - d * (k - 1) - 1 for size, k, p, d in zip(sizes, kernel, pads, dilations)]
+    starts = [math.ceil(span / s) * s for span, s in zip(spans, strides)]
+    inside = [start < size + p for start, size, p in zip(starts, sizes, pads)]  # PyTorch drops a window that starts in the padding behind
+    behind = [p + (start - span if ok else 0) for p, start, span, ok in zip(pads, starts, spans, inside)]
+    if all(p < k for p, k in zip(behind, kernel)):  # as ONNX Runtime demands
+        return {**window, "pads": pads + behind}
+    if not all(inside):
+        raise Unsupported("ceil_mode with more padding than ONNX Runtime takes")
+    return {**window, "ceil_mode": 1}
 
 
 def _batched(op: Any, tensor: ir.Value, spatial: int) -> ir.Value:

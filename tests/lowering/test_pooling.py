@@ -33,7 +33,9 @@ def test_max_pool(check: Callable, window: tuple[Any, ...]) -> None:
     check(_max_both(2, *window), randn(2, 3, 9, 9), also=(randn(2, 3, 7, 8),))
 
 
-@pytest.mark.parametrize("window", [([3, 3], [2, 2], [1, 1], [1, 1], True), ([2, 2], [2, 2], [0, 0], [1, 1], True)], ids=str)
+@pytest.mark.parametrize(
+    "window", [([3, 3], [2, 2], [1, 1], [1, 1], True), ([2, 2], [2, 2], [0, 0], [1, 1], True), ([2, 2], [3, 3], [0, 0], [3, 3], True)], ids=str
+)
 def test_max_pool_that_rounds_up(check: Callable, window: tuple[Any, ...]) -> None:
     for size in (8, 9, 10, 11):
         check(_max_both(2, *window), randn(2, 3, size, 9))
