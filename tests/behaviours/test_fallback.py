@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
+from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
 from torch import nn
 
 import ort_backend
@@ -24,50 +25,11 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 A, B = tensor(), tensor(seed=1)
 
-_failing = {"forward": False, "backward": False}
-
-
-class Refusal(Exception):
-    """An exception of the user's own."""
-
-
-@torch.library.custom_op("behaviours::cube", mutates_args=())
-def cube(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    if _failing["forward"]:
-        raise Refusal("not today")
-    return x**3 * scale
-
-
-@torch.library.custom_op("behaviours::cube_backward", mutates_args=())
-def cube_backward(grad: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor:
-    if _failing["backward"]:
-        raise Refusal("not backwards")
-    return grad * 3 * x**2 * scale
-
-
-@torch.library.custom_op("behaviours::parts", mutates_args=())
-def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x * 2, x > 0, x.argmax(0)
-
-
-cube.register_fake(lambda x, scale=1.0: torch.empty_like(x))
-cube_backward.register_fake(lambda grad, x, scale: torch.empty_like(x))
-parts.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x, dtype=torch.bool), x.new_empty(x.shape[1:], dtype=torch.int64)))
-
-
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.scale = inputs[1]
-
-
-cube.register_autograd(lambda ctx, grad: (cube_backward(grad, ctx.saved_tensors[0], ctx.scale), None), setup_context=_save)
-BOTH = ["behaviours::cube", "behaviours::cube_backward"]
-
 
 @pytest.fixture
 def failing() -> Iterator[dict[str, bool]]:
-    yield _failing
-    _failing.update(forward=False, backward=False)
+    yield FAILING
+    FAILING.update(forward=False, backward=False)
 
 
 @pytest.fixture
@@ -148,14 +110,14 @@ def test_a_fourier_transform() -> None:
 def test_a_dtype_without_a_kernel_is_seen_while_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     has_kernel = capabilities.has_kernel
 
-    def without_wide_sine(node: Any, **where: Any) -> bool:
-        return has_kernel(node, **where) and not (node.op_type == "Sin" and str(node.inputs[0].dtype) == "DOUBLE")
+    def without_wide_exp(node: Any, **where: Any) -> bool:
+        return has_kernel(node, **where) and not (node.op_type == "Exp" and str(node.inputs[0].dtype) == "DOUBLE")
 
-    monkeypatch.setattr(capabilities, "has_kernel", without_wide_sine)
+    monkeypatch.setattr(capabilities, "has_kernel", without_wide_exp)
     wide = A.detach().double().requires_grad_()
-    ran = same_as_eager(lambda x: x.sin() * 2, call(wide), graphs=1, python_ops=["aten::sin"])
-    assert ran.graphs[0].outside[0].reason == "CPUExecutionProvider has no Sin kernel for DOUBLE"
-    same_as_eager(lambda x: x.sin() * 2, call(A), graphs=1)
+    ran = same_as_eager(lambda x: x.exp() * 2, call(wide), graphs=1, python_ops=["aten::exp"])
+    assert ran.graphs[0].outside[0].reason == "CPUExecutionProvider has no Exp kernel for DOUBLE"
+    same_as_eager(lambda x: x.exp() * 2, call(A), graphs=1)
 
 
 def test_strict_refuses_and_names_the_users_line() -> None:

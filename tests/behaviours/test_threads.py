@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
-from behaviours.test_fallback import BOTH, cube
+from behaviours.operators import BOTH, cube
 from torch import nn
 
 THREADS, STEPS = 4, 5

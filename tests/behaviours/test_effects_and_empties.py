@@ -1,0 +1,35 @@
+"""Operators with effects inside a graph, and tensors without elements at its border."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ort_backend
+
+
+def test_linear_algebra_checks_its_errors_inside_the_graph() -> None:
+    def solve(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        spd = a @ a.mT + 3 * torch.eye(4)
+        return torch.linalg.inv(a).sum() + torch.linalg.cholesky(spd).square().sum() + torch.linalg.solve(a, b).sum()
+
+    compiled = torch.compile(solve, backend="ort_training", fullgraph=True)
+    a, b = (torch.randn(4, n, requires_grad=True) for n in (4, 2))
+    got, want = (torch.autograd.grad(function(a, b), (a, b)) for function in (compiled, solve))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert {one.operator for one in ort_backend.report().graphs[-1].outside} >= {"aten::_linalg_check_errors", "aten::linalg_inv_ex"}
+    with pytest.raises(torch._C._LinAlgError, match="zero"):
+        compiled(torch.zeros(4, 4, requires_grad=True), b)
+    torch.testing.assert_close(compiled(a, b), solve(a, b), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64], ids=str)
+def test_an_empty_tensor_may_have_any_strides(dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([x, y]), y.sum()
+
+    compiled = torch.compile(function, backend="ort_training")
+    x, y = torch.empty_strided((0, 3), (1, 0), dtype=dtype), torch.ones(2, 3, dtype=dtype)
+    for got, want in zip(compiled(x, y), function(x, y), strict=True):
+        torch.testing.assert_close(got, want)
+    assert ort_backend.report().graphs[-1].counts.forward == 1

@@ -1,0 +1,176 @@
+"""Forwards that write in place: into inputs, views, buffers and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, same_as_eager, same_gradients, same_tree, twin
+from torch import nn
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+
+
+A, B = tensor(), tensor(seed=1).requires_grad_()
+
+
+def _add(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x.add_(1)
+    return x * y
+
+
+def _row(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x[0] += 2
+    x[:, 1].mul_(3)
+    return x.sum(0) * y
+
+
+def _returned(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x.mul_(2)
+    return x, y * x, x[1:]
+
+
+def _through_view(x: torch.Tensor, y: torch.Tensor) -> Any:
+    flat = x.view(-1)
+    flat[::2] = 0.5
+    return flat * 2, (x * y).sum()
+
+
+def _copied(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x.copy_(y.detach() + 1)
+    return y * x
+
+
+def _value_of_y(x: torch.Tensor, y: torch.Tensor) -> Any:
+    x.copy_(y.detach())
+    return y * 2
+
+
+def _intermediate(x: torch.Tensor, y: torch.Tensor) -> Any:
+    h = y * 3
+    h[0] = 1.0
+    h.mul_(2)
+    h[:, 0] += x[:, 0]
+    return h, h.sum()
+
+
+def _masked(x: torch.Tensor, y: torch.Tensor) -> Any:
+    h = y * 1
+    h.masked_fill_(x > 0, -1.0)
+    h[x < -1] = 0.0
+    return h.relu_()
+
+
+def _index(x: torch.Tensor, y: torch.Tensor) -> Any:
+    h = y.clone()
+    h.index_add_(0, torch.tensor([0, 0, 2]), x[:3])
+    h.scatter_(1, torch.tensor([[1], [0], [2], [1]]), 7.0)
+    return h * y
+
+
+def _twice(x: torch.Tensor, y: torch.Tensor) -> Any:
+    before = x + y
+    x.add_(1)
+    between = x - y
+    x.zero_()
+    return before, between, x + y
+
+
+def _slices(x: torch.Tensor, y: torch.Tensor) -> Any:
+    h = torch.zeros(4, 6)
+    h[:, :3] = y
+    h[:, 3:] = y.sin()
+    return h
+
+
+def _activations(x: torch.Tensor, y: torch.Tensor) -> Any:
+    return nn.functional.relu(y * x, inplace=True), nn.functional.hardtanh(y + x, inplace=True)
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    function.__name__.strip("_"): function
+    for function in (*(_add, _row, _returned, _through_view, _copied, _value_of_y, _intermediate, _masked, _index, _twice, _slices, _activations),)
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_writes_are_seen_inside_and_outside(kind: str) -> None:
+    same_as_eager(WRITES[kind], call(A, B), graphs=1)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_writes_without_gradients(kind: str) -> None:
+    same_as_eager(WRITES[kind], call(A, B.detach()), graphs=1, train=False)
+
+
+@pytest.mark.parametrize("kind", ["add", "row", "returned", "masked", "intermediate", "twice"])
+def test_writes_into_tensors_of_changing_size(kind: str) -> None:
+    calls = [call(tensor(n, 3), tensor(n, 3, seed=1).requires_grad_()) for n in (4, 6, 9)]
+    same_as_eager(WRITES[kind], *calls, graphs=1, repeat=1, dynamic=True)
+
+
+def test_arguments_that_share_memory() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x.sum() + y * z.sum(0)[:2]
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            base, z = tensor(), twin(B)
+            result = side(base[0], base[:, :2], z)
+            result.sum().backward()
+            found.append((result.detach(), base, z.grad))
+    same_tree(found[0], found[1])
+
+
+def test_a_write_into_what_requires_grad() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x.mul_(3)
+        return x.sin()
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            leaf = twin(B)
+            inner = leaf * 1
+            result = side(inner)
+            (result.sum() + inner.sum()).backward()
+            found.append((leaf, inner.detach(), result.detach()))
+    same_gradients([found[0][0]], [found[1][0]])
+    same_tree(found[0][1:], found[1][1:])
+
+
+def test_a_write_into_a_parameter_without_gradients() -> None:
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.linear.weight.div_(self.linear.weight.norm(dim=1, keepdim=True))
+            return self.linear(x)
+
+    same_as_eager(Normalized(), call(A), graphs=1)
+
+
+def test_an_output_written_to_by_the_user_later() -> None:
+    def function(x: torch.Tensor) -> Any:
+        h = x * 2
+        return h, h + 1, x.sum()
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            leaf = twin(B)
+            one, other, total = side(leaf)
+            one.zero_()
+            (one.sum() + (other * 3).sum() + total).backward()
+            found.append((leaf, other.detach()))
+    same_gradients([found[0][0]], [found[1][0]])
+    same_tree(found[0][1], found[1][1])
