@@ -21,6 +21,7 @@ from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, write_python_op
@@ -390,7 +391,7 @@ class GraphLowering:
                 self._type_of(leaf)
         args, kwargs = self._arguments(node)
         fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), ir.Value)]
-        if is_random(node):
+        if is_random(node) or has_effect(node):
             values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
         else:
             values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)

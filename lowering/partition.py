@@ -62,7 +62,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
 
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
     dependent = _descendants(calls, tangents)
-    kept = [node for node in calls if is_random(node) or node.target in (FORWARD, BACKWARD)]
+    kept = [node for node in calls if is_random(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
     needed = _ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
     alive = needed | _ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
     forward = [node for node in calls if node in needed]

@@ -36,6 +36,8 @@ class PythonCall:
 
 def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as ONNX carries it: contiguous, real, of a dtype that ONNX has. Copies only what is not contiguous."""
+    if tensor.numel() == 0:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj()).contiguous()
     kind = carrier(tensor.dtype)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend.lowering.graph import GraphLowering, LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide, root
+from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
@@ -41,6 +42,7 @@ class TrainingLowering:
 
 def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str) -> TrainingLowering:
     """Lowers a joint graph into one ONNX graph: forward nodes, `YieldOp`, backward nodes, gradients as outputs."""
+    unwrap_effects(graph)
     hoisted = hoist(graph)
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
@@ -55,7 +57,7 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
-        tangents=tuple(Input(i, node.meta["val"].dtype) for i, node in enumerate(partition.tangents)),
+        tangents=tuple(_input(i, node.meta["val"]) for i, node in enumerate(partition.tangents)),
         gradients=gradients,
         draws=hoisted.draws,
         yield_devices=tuple(_device(node) for node in yielded),
@@ -71,8 +73,9 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
 
 def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph."""
+    unwrap_effects(graph)
     hoisted = hoist(graph)
-    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure())
+    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     primals = [node for node in placeholders if "draw" not in node.meta]
     draws = [node for node in placeholders if "draw" in node.meta]
@@ -98,8 +101,14 @@ def _add_inputs(
             lowering.bind(node, fake)
         elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside for user in node.users):
             lowering.add_input(node, node.name)
-            inputs.append(Input(position, fake.dtype if isinstance(fake, torch.Tensor) else None))
+            inputs.append(_input(position, fake))
     return tuple(inputs)
+
+
+def _input(position: int, fake: Any) -> Input:
+    if not isinstance(fake, torch.Tensor):
+        return Input(position, None)
+    return Input(position, fake.dtype, is_empty=any(isinstance(size, int) and size == 0 for size in fake.shape))
 
 
 class _Results:

@@ -28,10 +28,12 @@ class Input:
     Attributes:
         position: Where it stands among the callable's arguments.
         dtype: The tensor's dtype; None for a Python int (a symbolic size).
+        is_empty: Whether the tensor has no elements.
     """
 
     position: int
     dtype: torch.dtype | None
+    is_empty: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,7 @@ def ort_device(device: torch.device) -> Any:
 
 def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
     """A function from a callable's arguments to the `OrtValueVector` of a graph's inputs."""
-    plan = [(one.position, one.dtype is torch.bool, _inward(one.dtype)) for one in inputs]
+    plan = [(one.position, one.dtype is torch.bool, _inward(one)) for one in inputs]
     count = len(plan)
 
     def feed(args: Sequence[Any]) -> Any:
@@ -80,9 +82,13 @@ def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
     return feed
 
 
-def _inward(dtype: torch.dtype | None) -> Callable[[Any], torch.Tensor] | None:
+def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
+    dtype = one.dtype
     if dtype is None:
         return torch.tensor
+    if one.is_empty:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
+        carried = _inward(Input(one.position, dtype)) or (lambda tensor: tensor)
+        return lambda tensor: carried(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
     if dtype is torch.bool or dtype not in _NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
