@@ -24,6 +24,7 @@ from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
+_NOTHING = torch.zeros((), dtype=torch.int64)  # the value that keeps the order of backwards: nobody reads the number
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -118,6 +119,7 @@ class FunctionCall(PythonCall):
         self._ints = [value if isinstance(value, int) else None for value in ints]
         self._symbolic = [value for value in ints if not isinstance(value, int)]
         self._arriving = [(i, dtype) for i, (_, dtype, _) in enumerate(site.inputs) if _is_carried(dtype)]
+        self._all_plain = not any(_is_carried(result.dtype) for result in site.behaviour.tensors)
         self._leaving = [i for i, result in enumerate(site.behaviour.outputs) if _is_carried(result.dtype)]
 
     def arguments(self, tensors: Sequence[ir.Value], order: ir.Value) -> list[ir.Value]:
@@ -152,11 +154,17 @@ class FunctionCall(PythonCall):
 
     def backward(self, run: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The backward: takes the gradients that are there, gives those that the site announces."""
-        arrived = iter(tensors)
-        results = zip(self.present, self.site.behaviour.tensors)
-        gradients = [from_carrier(next(arrived), result.dtype) if present else None for present, result in results]
+        gradients: Sequence[torch.Tensor | None] = tensors
+        if not self._all_plain or len(tensors) != len(self.present):
+            arrived = iter(tensors)
+            results = zip(self.present, self.site.behaviour.tensors)
+            gradients = [from_carrier(next(arrived), result.dtype) if present else None for present, result in results]
         made = function_run.backward(self.site, run.pending.pop(self.site.id), gradients)
-        return [*(to_carrier(gradient) if _is_carried(gradient.dtype) else gradient for gradient in made), torch.zeros((), dtype=torch.int64)]
+        for i, gradient in enumerate(made):
+            if _is_carried(gradient.dtype):
+                made[i] = to_carrier(gradient)
+        made.append(_NOTHING)
+        return made
 
 
 def _is_carried(dtype: torch.dtype) -> bool:

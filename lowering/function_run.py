@@ -16,11 +16,20 @@ from ort_backend.lowering.function_site import Behaviour, Context, Site, TensorR
 
 
 class Pending(NamedTuple):
-    """A forward that waits for its backward."""
+    """A forward that waits for its backward: its `ctx`, the shapes of the tensors among its results, those of its tensors."""
 
     ctx: Context
-    results: list[TensorResult | None]
-    inputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+    results: list[torch.Size]
+    inputs: list[torch.Size]
+
+
+def _references(values: list[Any]) -> list[int]:
+    """How many references each value has, beside the one of a list."""
+    return [sys.getrefcount(value) - _OWN_REFERENCES for value in values]
+
+
+_OWN_REFERENCES = 0
+_OWN_REFERENCES = _references([object()])[0]
 
 
 def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, keep: bool) -> tuple[list[torch.Tensor], Pending | None]:
@@ -45,72 +54,71 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
     for i in site.requiring:
         tensors[i].requires_grad_()
     ctx, returned = site.forward(tensors, ints)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    del returned
     held = held_tensors(ctx)
-    outputs, own = _outputs(site, returned, tensors, held)
-    for tensor in tensors:
-        # References: the list, the loop's variable, the call's argument. One more, not from ctx, is the user's: it gets memory of its own.
-        if sys.getrefcount(tensor) > 3 and sys.getrefcount(tensor) - 3 > sum(one is tensor for one in held):
-            tensor.data = tensor.detach().clone()
+    given = _given(site, results)
+    memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    outputs: list[torch.Tensor] = []
+    own: list[int] = []
+    for result, references in zip(given, _references(given)):
+        # The tuple of results refers to it; the ctx may, and `held` does then. Whoever else does keeps its memory.
+        is_foreign = references > 1 and references - 1 > 2 * sum(one is result for one in held)
+        _add(result, outputs, own, memory, is_foreign)
+    for i, references in enumerate(_references(tensors)):
+        if references and references > 2 * sum(one is tensors[i] for one in held):
+            tensors[i].data = tensors[i].detach().clone()  # the user's code holds it: it gets memory that nobody overwrites
     outputs.extend(tensors[i].detach().clone() for i in known.mutated)
     if not keep:
         return outputs, None
     if held:
-        _protect(known, ctx, held, tensors, own)
-    results: list[TensorResult | None] = []
-    made = iter(outputs)
-    for result in known.results:
-        results.append(TensorResult.of(next(made)) if isinstance(result, TensorResult) else None)
-    return outputs, Pending(ctx, results, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+        _protect(known, ctx, held, memory, own)
+    return outputs, Pending(ctx, [output.shape for output in given], [tensor.shape for tensor in tensors])
 
 
-def _outputs(site: Site, returned: Any, tensors: list[torch.Tensor], held: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
-    """The tensors that were returned, and the memory that whoever runs the graph has of them."""
-    results = returned if isinstance(returned, tuple) else (returned,)
-    known = site.behaviour.results
-    if len(results) != len(known):
-        raise RuntimeError(f"{site.name}.forward returned {len(results)} results, but {len(known)} when it was compiled")
-    taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    # References: the tuple or the caller's variable, this loop's variable, the call's argument; another one for a tuple made here.
-    ours = 3 if results is returned else 4
-    outputs, own = [], []
-    for i, (result, expected) in enumerate(zip(results, known)):
-        if not isinstance(expected, TensorResult):
-            continue
-        _check(site, i, result, expected)
-        references = sys.getrefcount(result)
-        foreign = references > ours and references - ours > sum(one is result for one in held)
-        output = result.detach() if result.requires_grad else result
-        if not output.is_contiguous():
-            output = output.contiguous()
-        memory = output.untyped_storage().data_ptr()
-        if foreign or memory in taken:
-            output = output.clone()
-            memory = output.untyped_storage().data_ptr()
-        taken.add(memory)
-        outputs.append(output.resolve_neg() if output.is_neg() else output)
-        own.append(memory)
-    return outputs, own
+def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], taken: Sequence[int], is_foreign: bool) -> None:
+    """Adds a tensor to the outputs: contiguous, without history, in memory of its own."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    address = tensor.untyped_storage().data_ptr()
+    if is_foreign or address in taken or address in own:
+        tensor = tensor.clone()
+        address = tensor.untyped_storage().data_ptr()
+    outputs.append(tensor)
+    own.append(address)
 
 
-def _check(site: Site, index: int, result: Any, expected: TensorResult) -> None:
-    if not isinstance(result, torch.Tensor):
-        raise RuntimeError(f"{site.name}.forward returned {type(result).__name__} as result {index}, but a tensor when it was compiled")
-    shape = result.shape
-    same = result.dtype == expected.dtype and len(shape) == len(expected.shape)
-    if not same or any(type(known) is int and known != size for known, size in zip(expected.shape, shape)):
-        raise RuntimeError(
-            f"{site.name}.forward returned a tensor of shape {tuple(shape)} and {result.dtype} as result {index}, "
-            f"but of shape {expected.shape} and {expected.dtype} when it was compiled. Pass what decides about it as an argument of apply()."
-        )
+def _given(site: Site, results: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors among the results, which must be as they were when the call was compiled."""
+    expected = site.behaviour.results
+    if len(results) != len(expected):
+        raise RuntimeError(f"{site.name}.forward returned {len(results)} results, but {len(expected)} when it was compiled")
+    given = []
+    for i, known in enumerate(expected):
+        if type(known) is TensorResult:
+            result = results[i]
+            if not isinstance(result, torch.Tensor):
+                raise RuntimeError(f"{site.name}.forward returned {type(result).__name__} as result {i}, but a tensor when it was compiled")
+            if result.dtype is not known.dtype or not known.fits(result.shape):
+                raise RuntimeError(
+                    f"{site.name}.forward returned a tensor of shape {tuple(result.shape)} and {result.dtype} as result {i}, but of shape "
+                    f"{known.shape} and {known.dtype} when it was compiled. Pass what decides about it as an argument of apply()."
+                )
+            given.append(result)
+    return given
 
 
-def _protect(behaviour: Behaviour, ctx: Context, held: list[torch.Tensor], tensors: list[torch.Tensor], own: list[int]) -> None:
+def _protect(behaviour: Behaviour, ctx: Context, held: list[torch.Tensor], memory: list[int], own: list[int]) -> None:
     """Copies what a ctx holds of memory that no node of the backward reads."""
-    passing = {memory for i, memory in enumerate(own) if i not in behaviour.kept_outputs}
-    passing.update(tensor.untyped_storage().data_ptr() for i, tensor in enumerate(tensors) if i not in (*behaviour.kept_inputs, *behaviour.mutated))
+    passing = {address for i, address in enumerate(own) if i not in behaviour.kept_outputs}
+    passing.update(address for i, address in enumerate(memory) if i not in behaviour.kept_inputs and i not in behaviour.mutated)
     passing.discard(0)
-    kept = {own[i] for i in behaviour.kept_outputs} | {tensors[i].untyped_storage().data_ptr() for i in behaviour.kept_inputs}
-    passing -= kept
+    passing.difference_update([own[i] for i in behaviour.kept_outputs])
+    passing.difference_update([memory[i] for i in behaviour.kept_inputs])
     if passing and any(tensor.untyped_storage().data_ptr() in passing for tensor in held):
         replace_held(ctx, lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in passing else tensor)
 
@@ -130,44 +138,49 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
         RuntimeError: the backward returned what autograd does not accept, or a gradient where it returned None when it was compiled.
     """
     ctx = pending.ctx
-    arriving: list[torch.Tensor | None] = []
-    given = iter(gradients)
-    for result in pending.results:
-        gradient = next(given) if result is not None else None
-        if gradient is None and result is not None and ctx.materialize_grads:
-            gradient = torch.zeros(result.shape, dtype=result.dtype, device=result.device)
-        arriving.append(gradient)
+    arriving = list(gradients)
+    if len(arriving) != len(site.behaviour.results) or any(one is None for one in arriving):
+        arriving = _for_every_result(site, pending, gradients)
     made = site.backward(ctx, arriving)
-    taken = {tensor.untyped_storage().data_ptr() for tensor in (*arriving, *held_tensors(ctx)) if tensor is not None}
-    outputs = []
-    for i, place in enumerate(site.differentiable):
-        if place is None or not site.needs[place]:
-            continue
+    taken = [one.untyped_storage().data_ptr() for one in (*arriving, *held_tensors(ctx)) if one is not None]
+    outputs: list[torch.Tensor] = []
+    own: list[int] = []
+    for i in site.requiring:
+        place = site.differentiable[i]
+        references = _references([made[place]])[0]
         gradient = made[place]
         if not site.behaviour.gradients[i]:
             if gradient is not None:
                 raise RuntimeError(f"{site.name}.backward returned a gradient for argument {place}, but None when it was compiled")
             continue
-        shape, dtype, device = pending.inputs[i]
+        _, dtype, device = site.inputs[i]
+        shape = pending.inputs[i]
         if gradient is None:
             gradient = torch.zeros(shape, dtype=dtype, device=device)
-        foreign = sys.getrefcount(gradient) > 3  # the tuple, the variable, the call's argument
-        gradient = _as_autograd_has_it(ctx, place, gradient, shape, dtype)
-        memory = gradient.untyped_storage().data_ptr()
-        if foreign or memory in taken:
-            gradient = gradient.clone()
-            memory = gradient.untyped_storage().data_ptr()
-        taken.add(memory)
-        outputs.append(gradient)
+        elif not isinstance(gradient, torch.Tensor) or gradient.shape != shape or gradient.dtype is not dtype:
+            gradient = _as_autograd_has_it(ctx, place, gradient, shape, dtype)
+        _add(gradient, outputs, own, taken, references > 1)  # the tuple refers to it
     return outputs
 
 
-def _as_autograd_has_it(ctx: Context, place: int, gradient: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """The gradient in its input's shape and dtype, contiguous."""
+def _for_every_result(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """What autograd hands to a backward: None for what is no tensor, zeros for what has no gradient (unless the ctx wants None)."""
+    given = iter(zip(gradients, pending.results))
+    arriving: list[torch.Tensor | None] = []
+    for known in site.behaviour.results:
+        gradient = None
+        if isinstance(known, TensorResult):
+            gradient, shape = next(given)
+            if gradient is None and pending.ctx.materialize_grads:
+                gradient = torch.zeros(shape, dtype=known.dtype, device=known.device)
+        arriving.append(gradient)
+    return arriving
+
+
+def _as_autograd_has_it(ctx: Context, place: Any, gradient: Any, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient in its input's shape and dtype."""
     if not isinstance(gradient, torch.Tensor):
         raise TypeError(f"expected Variable or None (got {type(gradient).__name__})")
-    if gradient.requires_grad:
-        gradient = gradient.detach()
     if gradient.shape != shape:
         try:
             gradient = gradient.sum_to_size(shape)
@@ -176,6 +189,4 @@ def _as_autograd_has_it(ctx: Context, place: int, gradient: Any, shape: torch.Si
                 f"Function {type(ctx).__name__} returned an invalid gradient at index {place} - got {list(gradient.shape)} "
                 f"but expected shape compatible with {list(shape)}"
             ) from None
-    if gradient.dtype != dtype:
-        gradient = gradient.to(dtype)
-    return gradient.contiguous().resolve_neg()
+    return gradient.to(dtype)

@@ -44,6 +44,12 @@ class TensorResult:
         """Describes a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether a tensor of that shape is what is known: symbolic sizes may be anything."""
+        if shape == self.shape:
+            return True
+        return len(shape) == len(self.shape) and not any(type(known) is int and known != size for known, size in zip(self.shape, shape))
+
     def empty(self) -> torch.Tensor:
         """A tensor like it."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)

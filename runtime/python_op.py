@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import Structure, c_bool, c_void_p, py_object
+from ctypes import c_bool, c_void_p, py_object
 from typing import Any, Protocol
 
 import torch
@@ -26,15 +26,11 @@ _from_dlpack = torch._C._from_dlpack
 _to_dlpack = torch._C._to_dlpack
 
 
-class _Vector(Structure):
-    """libstdc++'s `std::vector` of 8-byte elements."""
-
-    _fields_ = (("begin", c_void_p), ("end", c_void_p), ("capacity", c_void_p))
-
-
+# libstdc++'s `std::vector` of 8-byte elements: begin, end, end of the memory.
+_Words = c_void_p * 3
 _Runner = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_bool, c_void_p, c_void_p, c_bool, c_void_p)
-_libc = ctypes.CDLL(None)
-_libc.malloc.restype, _libc.malloc.argtypes = c_void_p, [ctypes.c_size_t]
+_malloc = ctypes.CDLL(None).malloc
+_malloc.restype, _malloc.argtypes = c_void_p, [ctypes.c_size_t]
 _incref = ctypes.pythonapi.Py_IncRef
 _incref.argtypes = [py_object]
 
@@ -145,12 +141,17 @@ class Registration:
         self._forward.run = self._backward.run = self._forward.released
 
 
+# By address, as the runners get them.
+_entries: dict[int, _Entry] = {}
+
+
 class _Entry:
     """What ONNX Runtime calls: takes the node's arguments (tensors as capsules), returns tensors."""
 
     def __init__(self, name: str, run: Callable[[list[Any]], Sequence[torch.Tensor]]) -> None:
         self.name = name
         self.run = run
+        _entries[id(self)] = self
 
     def __call__(self, *objects: Any) -> Sequence[torch.Tensor]:
         return self.run(list(objects))
@@ -173,12 +174,6 @@ def _backward_of(call: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
     return lambda objects: function(_state.run, [_from_dlpack(objects[i]) for i in reads])
 
 
-def _objects(vector: _Vector) -> list[Any]:
-    """The Python objects of a `std::vector<PyObject*>`."""
-    begin, end = vector.begin, vector.end
-    return list((py_object * ((end - begin) // 8)).from_address(begin)) if begin and end > begin else []
-
-
 def _run_forward(
     result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
 ) -> int:
@@ -194,28 +189,30 @@ def _run_backward(
 
 
 def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
-    _state.depth += 1
+    state = _state
+    state.depth += 1
     try:
-        entry = ctypes.cast(callback, py_object).value
-        values.extend(map(_to_dlpack, entry.run(_objects(_Vector.from_address(args)))))
+        begin, end, _ = _Words.from_address(args)
+        objects = list((py_object * ((end - begin) // 8)).from_address(begin)) if end else []
+        for tensor in _entries[callback].run(objects):
+            values.append(_to_dlpack(tensor))
         return values
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
-        _state.error = error
+        state.error = error
         return []
     finally:
-        _state.depth -= 1
+        state.depth -= 1
 
 
 def _give(result: int, values: list[Any]) -> int:
     """Fills the returned vector: memory from malloc, one reference for each object."""
-    memory = _libc.malloc(max(8 * len(values), 8))
-    slots = (c_void_p * max(len(values), 1)).from_address(memory)
-    for i, value in enumerate(values):
-        _incref(value)
-        slots[i] = id(value)
-    vector = _Vector.from_address(result)
-    vector.begin, vector.end = memory, memory + 8 * len(values)
-    vector.capacity = vector.end
+    size = 8 * len(values)
+    memory = _malloc(size or 8)
+    if size:
+        (c_void_p * len(values)).from_address(memory)[:] = [id(value) for value in values]
+        for value in values:
+            _incref(value)
+    _Words.from_address(result)[:] = (memory, memory + size, memory + size)
     return result
 
 
