@@ -1,7 +1,7 @@
 """What a user's autograd.Function returns, keeps and gives gradients for, found out without its data.
 
 The user may say it (`register_fake`, or a static method `infer_shape`). Else the Function runs on fake tensors, which touch no data. Where
-its Python leaves the world of tensors (numpy, `.item()`), it runs on zeros of the sizes at hand, and once more for each symbolic size with
+its Python leaves the world of tensors (numpy, `.item()`), it runs on zeros of the sizes at hand, on ones, and once more for each symbolic size with
 that one enlarged, to see which sizes of the results follow it.
 """
 
@@ -214,6 +214,8 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
             other = [result.shape for result in _described(site, _zeros_run(site, tensors, ints, {name: _ENLARGED_BY}, backward=False)).tensors]
             for shape, before, after in zip(shapes, found.tensors, other, strict=True):
                 _follow(shape, before.shape, after, symbol)
+        if _on_ones(site, tensors, ints) not in (None, [result.shape for result in found.tensors]):
+            raise _DataDependent("what its forward returns has another shape for zeros than for ones")
     except Exception as error:
         raise UnknownBehaviour(_advice(site, "its forward runs neither on fake tensors nor on zeros", error)) from error
     if any(not isinstance(result, (TensorResult, str, type(None))) for result in found.results):
@@ -221,6 +223,13 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
     followed = iter(shapes)
     results = [dataclasses.replace(r, shape=tuple(next(followed))) if isinstance(r, TensorResult) else r for r in found.results]
     return dataclasses.replace(found, results=tuple(results))
+
+
+def _on_ones(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> list[Any] | None:
+    """The shapes of the results for other data; None if it does not run on these."""
+    with contextlib.suppress(Exception):
+        return [result.shape for result in _described(site, _zeros_run(site, tensors, ints, {}, backward=False, value=1)).tensors]
+    return None
 
 
 def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbol: torch.SymInt) -> None:
@@ -233,10 +242,10 @@ def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbo
             shape[d] = shape[d] + slope * (symbol - symbol.node.hint)
 
 
-def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], enlarged: dict[str, int], *, backward: bool) -> _Ran:
+def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], enlarged: dict[str, int], *, backward: bool, value: int = 0) -> _Ran:
     sizes = [[_size(size, enlarged) for size in tensor.shape] for tensor in tensors]
     with unset_fake_temporarily(), _own_random_state():
-        inputs = [torch.zeros(size, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)]
+        inputs = [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)]
         return _run(site, inputs, [_size(value, enlarged) for value in ints], backward=backward)
 
 

@@ -143,9 +143,6 @@ class FunctionCall(PythonCall):
             tensors[i] = from_carrier(tensors[i], dtype)
         if run is None:
             outputs, _ = function_run.forward(site, tensors, ints, keep=False)
-        elif site.behaviour.is_random:
-            with run.drawing(site.id):
-                outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True)
         else:
             outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True)
         for i in self._leaving:

@@ -146,7 +146,7 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
     outputs: list[torch.Tensor] = []
     own: list[int] = []
     for i in site.requiring:
-        place = site.differentiable[i]
+        place: Any = site.differentiable[i]
         references = _references([made[place]])[0]
         gradient = made[place]
         if not site.behaviour.gradients[i]:

@@ -19,6 +19,7 @@ from ort_backend.lowering.graph import GraphLowering, LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -54,21 +55,24 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
     for value in values:
         # The user holds this memory. As a graph output (never fetched as one) no node of the backward may write its own result there.
         lowering.add_output(value)
+    lowered = lowering.finish()
+    read = read_behind_yield(lowered.model.graph, values)
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
         tangents=tuple(_input(i, node.meta["val"]) for i, node in enumerate(partition.tangents)),
         gradients=gradients,
         draws=hoisted.draws,
+        draws_inside=bool(hoisted.left),
         yield_devices=tuple(_device(node) for node in yielded),
         gradient_devices=tuple(_device(node) for node in fetched),
         saved=partition.saved_primals,
-        saved_outputs=partition.saved_outputs,
+        saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
         depends_on=partition.depends_on,
         tangent_outputs=_tangent_outputs(graph, partition),
     )
-    return TrainingLowering(lowering.finish(), plan, partition)
+    return TrainingLowering(lowered, plan, partition)
 
 
 def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str) -> tuple[LoweredGraph, InferencePlan]:
@@ -242,7 +246,7 @@ def _device(node: fx.Node) -> torch.device:
     return fake.device if isinstance(fake, torch.Tensor) else torch.device("cpu")
 
 
-def halves(module: fx.GraphModule, partition: JointPartition) -> tuple[fx.GraphModule, fx.GraphModule]:
+def halves(module: fx.GraphModule, partition: JointPartition, saved_outputs: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two graphs that AOTAutograd gets: `(primals) -> (outputs, saved, token)` and `(saved, token, tangents) -> gradients`."""
     forward, backward = fx.Graph(), fx.Graph()
     primals = [_placeholder(forward, node, node.name) for node in partition.primals]
@@ -251,7 +255,7 @@ def halves(module: fx.GraphModule, partition: JointPartition) -> tuple[fx.GraphM
     outputs = [own[node] if node in own else _item(forward, call, i, node) for i, node in enumerate(partition.outputs)]
     token = forward.call_function(operator.getitem, (call, len(outputs)))
     token.meta["val"] = _token_fake(module)
-    saved = [primals[i] for i in partition.saved_primals] + [outputs[i] for i in partition.saved_outputs]
+    saved = [primals[i] for i in partition.saved_primals] + [outputs[i] for i in saved_outputs]
     forward.output((*outputs, *saved, token))
 
     held = [_placeholder(backward, node, f"saved_{i}") for i, node in enumerate(saved)]

@@ -63,35 +63,10 @@ def inside() -> bool:
 class RunState:
     """What the users' Functions of one forward keep until their backward."""
 
-    __slots__ = ("_random", "pending")
+    __slots__ = ("pending",)
 
     def __init__(self) -> None:
         self.pending: dict[int, Any] = {}
-        self._random: dict[int, list[torch.Tensor]] = {}
-
-    @contextlib.contextmanager
-    def drawing(self, key: int) -> Iterator[None]:
-        """Around a forward that draws random numbers: when it runs again for a second backward, it draws the same."""
-        now = _random_state()
-        again = self._random.setdefault(key, now)
-        if again is now:
-            yield
-            return
-        _set_random_state(again)
-        try:
-            yield
-        finally:
-            _set_random_state(now)
-
-
-def _random_state() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
-
-
-def _set_random_state(state: list[torch.Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
 
 
 # ONNX Runtime holds one mutex during each callable, and waits for it without giving up Python's lock: a thread that waited there would stop the
@@ -192,7 +167,8 @@ def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
     state = _state
     state.depth += 1
     try:
-        begin, end, _ = _Words.from_address(args)
+        words: Any = _Words.from_address(args)
+        begin, end, _ = words
         objects = list((py_object * ((end - begin) // 8)).from_address(begin)) if end else []
         for tensor in _entries[callback].run(objects):
             values.append(_to_dlpack(tensor))
@@ -212,7 +188,7 @@ def _give(result: int, values: list[Any]) -> int:
         (c_void_p * len(values)).from_address(memory)[:] = [id(value) for value in values]
         for value in values:
             _incref(value)
-    _Words.from_address(result)[:] = (memory, memory + size, memory + size)
+    _Words.from_address(result)[:] = [memory, memory + size, memory + size]
     return result
 
 

@@ -32,6 +32,7 @@ class TrainingPlan:
         tangents: The tangents that enter at the `YieldOp`; positions count the backward's tangents.
         gradients: The backward's results; arguments are tangents first, then what was saved.
         draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the forward's arguments.
+        draws_inside: Whether the session itself draws random numbers as well.
         yield_devices: The device of each value that the `YieldOp` hands out.
         gradient_devices: The device of each gradient, the first outputs of the ONNX graph; what the `YieldOp` hands out follows them.
         saved_outputs: Likewise: indices of results.
@@ -45,6 +46,7 @@ class TrainingPlan:
     tangents: tuple[Input, ...]
     gradients: tuple[Output, ...]
     draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
+    draws_inside: bool = False
     yield_devices: tuple[torch.device, ...] = ()
     gradient_devices: tuple[torch.device, ...] = ()
     saved: tuple[int, ...] = ()
@@ -57,12 +59,13 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("agent", "args", "guard", "python", "state", "undefined", "versions")
+    __slots__ = ("agent", "args", "guard", "python", "random", "state", "undefined", "versions")
 
     def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int]) -> None:
         self.agent = agent
         self.state = state
         self.python = python  # what users' Functions keep
+        self.random: list[torch.Tensor] | None = None  # the generators before it, where the session draws from them
         self.args: list[Any] | None = args
         self.versions = versions
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
@@ -117,10 +120,12 @@ class TrainingGraph:
         self._owner.watch(args)
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_nodes else None
+        random = _random_state() if plan.draws_inside else None
         agent, state, fetches = self._advance(everything, python)
         results = self._fetch(fetches, everything)
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
         run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed])
+        run.random = random
         results.append(self._token(run))
         if self.gradients_may_be_undefined:
             self._latest.run = run
@@ -201,7 +206,14 @@ class TrainingGraph:
                     "a second backward runs the forward again, but one of the tensors needed for it has been modified by an inplace operation: "
                     f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
                 )
-        run.agent, state, _ = self._advance(run.args, run.python)
+        now = _random_state() if run.random is not None else None
+        if run.random is not None:
+            _set_random_state(run.random)  # it draws what it drew
+        try:
+            run.agent, state, _ = self._advance(run.args, run.python)
+        finally:
+            if now is not None:
+                _set_random_state(now)
         return state
 
     def _token(self, run: _Run) -> torch.Tensor:
@@ -215,3 +227,13 @@ class TrainingGraph:
     def pending(self) -> int:
         """Number of forwards whose outputs are alive."""
         return len(self._runs)
+
+
+def _random_state() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+
+
+def _set_random_state(state: list[torch.Tensor]) -> None:
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])

@@ -1,0 +1,266 @@
+"""Whatever the Python of a Function does, it is one opaque call in one graph, for fixed and for changing sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from autograd_function.harness import same_as_eager
+from torch.autograd import Function
+
+seen: list[str] = []
+
+
+class Sine(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
+class Affine(Function):
+    """Arguments that are no tensors."""
+
+    @staticmethod
+    def forward(ctx, x, alpha, mode, dims, flag=None):
+        ctx.alpha, ctx.mode = alpha, mode
+        y = x * alpha if mode == "mul" else x + alpha
+        return y.sum(dims, keepdim=True).expand_as(x).contiguous() if flag is None else y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.alpha if ctx.mode == "mul" else g, None, None, None, None
+
+
+class Three(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        y = x @ w
+        z = y.relu()
+        ctx.save_for_backward(x, w, z)
+        return y, z, z > 0
+
+    @staticmethod
+    def backward(ctx, gy, gz, gm):
+        x, w, z = ctx.saved_tensors
+        g = gy + gz * (z > 0)
+        return g @ w.t(), x.t() @ g
+
+
+class Attributes(Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.shape, ctx.n, ctx.t, ctx.need = x.shape, x.numel(), x * 2, ctx.needs_input_grad
+        ctx.save_for_backward(w)
+        return (ctx.t * w).sum() / ctx.n
+
+    @staticmethod
+    def backward(ctx, g):
+        (w,) = ctx.saved_tensors
+        first = (g * 2 * w / ctx.n).expand(ctx.shape).clone() if ctx.need[0] else None
+        return first, (g * ctx.t / ctx.n).sum(0) if ctx.need[1] else None
+
+
+class Sort(Function):
+    @staticmethod
+    def forward(ctx, x):
+        values, places = x.sort(-1)
+        ctx.mark_non_differentiable(places)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(places)
+        return values, places
+
+    @staticmethod
+    def backward(ctx, gv, gi):
+        (places,) = ctx.saved_tensors
+        return None if gv is None else torch.zeros_like(gv).scatter(-1, places, gv)
+
+
+class Numpy(Function):
+    """Leaves PyTorch, and has a side effect."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        seen.append("forward")
+        ctx.array, ctx.k = x.detach().numpy(), k
+        return torch.from_numpy(np.sin(ctx.array) * np.float32(k))
+
+    @staticmethod
+    def backward(ctx, g):
+        seen.append("backward")
+        return torch.from_numpy(np.cos(ctx.array) * g.numpy() * np.float32(ctx.k)), None
+
+
+class Item(Function):
+    """Branches on the data."""
+
+    @staticmethod
+    def forward(ctx, x):
+        largest = x.abs().max().item()
+        ctx.scale = largest if largest > 1 else 1.0
+        return x / ctx.scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return g / ctx.scale
+
+
+class Separate(Function):
+    @staticmethod
+    def forward(x, w):
+        return x * w
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+class Flat(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.view(ctx.shape)
+
+
+class Straight(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Reverse(Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -ctx.scale * g, None
+
+
+class Once(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+class Dropout(Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        mask = (torch.rand_like(x) > p).to(x.dtype) / (1 - p)
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, g):
+        (mask,) = ctx.saved_tensors
+        return g * mask, None
+
+
+class Product(Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, g):
+        a, b = ctx.saved_tensors
+        return g * b, g * a
+
+
+class Containers(Function):
+    @staticmethod
+    def forward(ctx, x, settings, pair):
+        ctx.save_for_backward(*pair)
+        return x * settings["scale"] + pair[0] * pair[1]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2.0, None, None
+
+
+class Double(Function):
+    """Writes to its argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+CASES: dict[str, tuple[Any, int]] = {
+    "saves its input": (lambda x, w: Sine.apply(x), 1),
+    "constants": (lambda x, w: Affine.apply(x, 0.1, "mul", [0, 1], None), 1),
+    "three outputs": (lambda x, w: Three.apply(x, w), 1),
+    "three outputs, one used": (lambda x, w: Three.apply(x, w)[1] * 2, 1),
+    "ctx attributes": (lambda x, w: Attributes.apply(x, w[0]), 1),
+    "not differentiable output": (lambda x, w: Sort.apply(x)[0] * Sort.apply(x)[1], 2),
+    "numpy": (lambda x, w: Numpy.apply(x, 1.5), 1),
+    "branches on data": (lambda x, w: Item.apply(x), 1),
+    "setup_context": (lambda x, w: Separate.apply(x, w[0]), 1),
+    "returns a view": (lambda x, w: Flat.apply(x), 1),
+    "straight through": (lambda x, w: Straight.apply(x), 1),
+    "reversed gradient": (lambda x, w: Reverse.apply(x, 0.3), 1),
+    "once_differentiable": (lambda x, w: Once.apply(x), 1),
+    "draws random numbers": (lambda x, w: torch.dropout(Dropout.apply(torch.dropout(x, 0.5, True), 0.5), 0.5, True), 1),
+    "one tensor twice": (lambda x, w: Product.apply(x, x), 1),
+    "containers": (lambda x, w: Containers.apply(x, {"scale": 2.0}, [w[0], w[1]]), 1),
+    "in place": (lambda x, w: Double.apply(x), 1),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_with_eagers_results(name: str, dynamic: bool) -> None:
+    function, count = CASES[name]
+
+    def model(x, w):
+        return function(x * 2.0, w)
+
+    sweep = [[(6, 5), (5, 5)], [(3, 5), (5, 5)]] if dynamic else []
+    graphs = same_as_eager(model, (4, 5), (5, 5), sweep=sweep, functions=count, fullgraph=True, dynamic=dynamic)
+    assert len(graphs) == 1
+    assert graphs[0].outside == () or name == "draws random numbers"
+
+
+def test_side_effects_happen_once_a_step() -> None:
+    compiled = torch.compile(lambda x: Numpy.apply(x, 2.0).sum(), backend="ort_training")
+    x = torch.ones(3, requires_grad=True)
+    compiled(x).backward()
+    seen.clear()
+    for _ in range(3):
+        compiled(x).backward()
+    assert seen == ["forward", "backward"] * 3
