@@ -29,7 +29,6 @@ class JointPartition:
         outputs: The forward's results: nodes and constants.
         gradients: The backward's results: nodes and None.
         saved_primals: Indices of primals whose memory the backward reads, directly or through views.
-        saved_outputs: Indices of outputs whose memory the backward reads.
         replayed: Indices of primals on which the backward depends at all.
         depends_on: For each gradient, the indices of the tangents that it depends on.
     """
@@ -42,7 +41,6 @@ class JointPartition:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     saved_primals: tuple[int, ...]
-    saved_outputs: tuple[int, ...]
     replayed: tuple[int, ...]
     depends_on: tuple[frozenset[int], ...]
 
@@ -79,11 +77,6 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         outputs=tuple(outputs),
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
-        saved_outputs=tuple(
-            i
-            for i, node in enumerate(outputs)
-            if isinstance(node, fx.Node) and node.op != "placeholder" and root(node) in read and root(node) not in primals and _is_tensor(node)
-        ),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
         depends_on=_dependencies(calls, tangents, gradients),
     )

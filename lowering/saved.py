@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
 import onnx_ir as ir
 
 
@@ -20,9 +22,22 @@ def kept_bytes(graph: ir.Graph, hints: dict[str, int]) -> int:
     return sum(_bytes(value, hints) for value in kept)
 
 
-def _memory(value: ir.Value) -> ir.Value:
+def read_behind_yield(graph: ir.Graph, handed_out: Sequence[ir.Value]) -> set[ir.Value]:
+    """Which of the values that the `YieldOp` hands out lie in memory that the backward reads. Each has memory of its own."""
+    own = set(handed_out)
+    read: set[ir.Value] = set()
+    passed = False
+    for node in graph:
+        if passed:
+            read.update(_memory(value, own) for value in node.inputs if value is not None)
+        passed = passed or node.op_type == "YieldOp"
+    return own & read
+
+
+def _memory(value: ir.Value, own: Set[ir.Value] = frozenset()) -> ir.Value:
+    """The value in whose memory `value` lies; those in `own` lie in their own."""
     producer = value.producer()
-    while producer is not None and producer.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten"):
+    while value not in own and producer is not None and producer.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Identity", "Flatten"):
         value = producer.inputs[0]  # type: ignore[assignment]
         producer = value.producer()
     return value

@@ -112,7 +112,7 @@ class _Compilation:
                 self.dump.graph(joint)
             made = lower_joint(joint.graph, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
         self._training = TrainingGraph(self._session(made.lowered), made.plan, self._counts)
-        return halves(joint, made.partition)
+        return halves(joint, made.partition, made.plan.saved_outputs)
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `fw_compiler`."""
