@@ -187,6 +187,42 @@ def test_changing_in_place_what_the_backward_needs_is_torchs_error(what: str) ->
                 result.sum().backward()
 
 
+SAVED: dict[str, Any] = {
+    "cast": lambda x: ((y := x.double()), y * y),
+    "cast_of_computed": lambda x: ((y := x.exp().double()), y * y),
+    "product": lambda x: ((y := x @ x.t()), y * y),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_changing_a_result_that_the_backward_reads_is_torchs_error(kind: str) -> None:
+    function = SAVED[kind]
+    with on_ort(graphs=1, idle=True):
+        for side in (function, compiled(function)):
+            result, product = side(twin(A))
+            with torch.no_grad():
+                result.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                (result.sum() + product.sum()).backward()
+
+
+def test_a_copy_of_what_the_backward_reads_may_be_changed() -> None:
+    def function(x: torch.Tensor) -> Any:
+        hidden = x.exp()
+        return hidden, hidden.clone()
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            x = twin(A)
+            hidden, copied = side(x)
+            with torch.no_grad():
+                copied.add_(1)
+            (hidden.sum() + copied.sum()).backward()
+            found.append(x)
+    same_gradients(found[:1], found[1:])
+
+
 def test_changing_in_place_between_two_backwards_is_an_error() -> None:
     with on_ort(graphs=1):
         for side in (compiled(lambda x: x.exp() * x), lambda x: x.exp() * x):
