@@ -142,6 +142,10 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
     if len(arriving) != len(site.behaviour.results) or any(one is None for one in arriving):
         arriving = _for_every_result(site, pending, gradients)
     made = site.backward(ctx, arriving)
+    for one, references in zip(arriving, _references(arriving)):
+        # The caller's list refers to it, and what was returned may. Whoever else does gets memory that nobody overwrites.
+        if references > 1 and one is not None and references - 1 > sum(gradient is one for gradient in made):
+            one.data = one.clone()
     taken = [one.untyped_storage().data_ptr() for one in (*arriving, *held_tensors(ctx)) if one is not None]
     outputs: list[torch.Tensor] = []
     own: list[int] = []

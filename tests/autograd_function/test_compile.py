@@ -1,0 +1,222 @@
+"""How a Function gets into a graph: the hook, the options, output shapes, guards, the ONNX nodes, the report."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from autograd_function.harness import leaves, same_as_eager
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch.autograd import Function
+
+import ort_backend
+from ort_backend import compiler
+from ort_backend.lowering import dynamo_hook
+
+
+class Cube(Function):
+    @staticmethod
+    def forward(ctx, x, k=1.0):
+        ctx.save_for_backward(x)
+        ctx.k = k
+        return x**3 * k
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g * ctx.k, None
+
+
+def test_inline_traces_the_body() -> None:
+    (graph,) = same_as_eager(lambda x: Cube.apply(x * 2), (4,), options={"autograd_functions": "inline"})
+    assert (graph.functions, graph.inlined_functions) == (0, 1)
+    (graph,) = same_as_eager(lambda x: Cube.apply(x * 2), (4,))
+    assert (graph.functions, graph.inlined_functions) == (1, 0)
+    assert "1 autograd.Functions as PythonOp" in graph.summary()
+
+
+def test_an_unknown_choice_is_an_error() -> None:
+    with pytest.raises(Exception, match="autograd_functions"):
+        torch.compile(lambda x: x * 2, backend="ort_training", options={"autograd_functions": "no"})(torch.ones(2))
+
+
+@pytest.mark.parametrize("options", [{"strict": True}, {"verify": 2}], ids=["strict", "verify"])
+def test_other_options(options: dict[str, object]) -> None:
+    (graph,) = same_as_eager(lambda x: Cube.apply(x * 2), (4,), functions=1, options=options)
+    assert graph.outside == ()
+
+
+def test_the_hook_is_ours_alone_and_can_be_undone() -> None:
+    graphs = []
+
+    def other(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(lambda x: Cube.apply(x), backend=other)(*leaves((3,)))
+    assert any(node.target is torch.ops.higher_order.autograd_function_apply for node in graphs[0].graph.nodes)
+    hooked = AutogradFunctionVariable.call_apply
+    dynamo_hook.uninstall()
+    try:
+        assert AutogradFunctionVariable.call_apply is hooked.__wrapped__
+    finally:
+        assert dynamo_hook.install(lambda backend: backend is compiler.ort_training, compiler._autograd_functions)
+
+
+def test_a_backend_in_a_partial() -> None:
+    backend = functools.partial(ort_backend.ort_training, options={"opset": 19})
+    before = len(ort_backend.report().graphs)
+    torch.compile(lambda x: Cube.apply(x), backend=backend)(*leaves((3,))).sum().backward()
+    assert ort_backend.report().graphs[before].functions == 1
+
+
+def test_without_a_hook_the_traced_bodies_become_opaque(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    dynamo_hook.uninstall()
+    monkeypatch.setattr(compiler, "HAS_HOOK", False)
+    try:
+        same_as_eager(lambda x: Cube.apply(x * 2, 0.5), (4, 3), sweep=[[(5, 3)], [(6, 3)]], functions=1, dynamic=True)
+    finally:
+        dynamo_hook.install(lambda backend: backend is compiler.ort_training, compiler._autograd_functions)
+    assert "no place for the hook" in caplog.text
+
+
+class Repeat(Function):
+    """Runs on no fake tensors."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx, x, k):
+        Repeat.runs += 1
+        ctx.k = k
+        return torch.from_numpy(np.repeat(x.numpy(), k, 0))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.reshape(-1, ctx.k, g.shape[-1]).sum(1), None
+
+
+SWEEP = [[(4, 2)], [(7, 2)]]
+
+
+def test_shapes_that_follow_the_batch_are_found_by_running_it() -> None:
+    graphs = same_as_eager(lambda x: Repeat.apply(x * 1, 2), (3, 2), sweep=SWEEP, functions=1, fullgraph=True, dynamic=True)
+    assert len(graphs) == 1
+
+
+def test_shapes_that_the_user_tells() -> None:
+    class Told(Repeat):
+        pass
+
+    class Inferred(Repeat):
+        @staticmethod
+        def infer_shape(node, shapes, dtypes):
+            return [[shapes[0][0] * 2, shapes[0][1]]], [dtypes[0]]
+
+    @ort_backend.register_fake(Told)
+    def _(x, k):
+        return x.new_empty(x.shape[0] * k, x.shape[1])
+
+    for function in (Told, Inferred):
+        Repeat.runs = 0
+        compiled = torch.compile(lambda x, f=function: f.apply(x * 1, 2), backend="ort_training", dynamic=True, fullgraph=True)
+        for batch in (3, 4, 7):
+            compiled(*leaves((batch, 2))).sum().backward()
+        assert Repeat.runs == 3  # never while it was compiled
+
+
+def test_unknown_shapes_break_the_graph_and_say_what_to_write() -> None:
+    class Select(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x[x > 0]
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return torch.zeros_like(x).masked_scatter(x > 0, g)
+
+    with pytest.warns(UserWarning, match=r"Select.*register_fake.*infer_shape"):
+        same_as_eager(lambda x: Select.apply(x * 2) * 2, (6,))
+
+
+def test_floats_that_change_compile_once_more_and_stay_exact() -> None:
+    compiled = torch.compile(lambda x, k: Cube.apply(x, k), backend="ort_training")
+    before = len(ort_backend.report().graphs)
+    for i in range(6):
+        x, k = torch.ones(3, requires_grad=True), 0.1 * i + 0.05
+        y = compiled(x, k)
+        y.sum().backward()
+        assert torch.equal(y, torch.ones(3) * k)
+        assert torch.equal(x.grad, torch.ones(3) * 3 * k)
+    assert len(ort_backend.report().graphs) - before == 2
+
+
+def test_one_compile_for_a_sweep_of_batch_sizes() -> None:
+    sweep = [[(batch, 3)] for batch in (2, 5, 9)]
+    graphs = same_as_eager(lambda x: Cube.apply(x * 2, x.shape[0]).mean(), (4, 3), sweep=sweep, functions=1, dynamic=True)
+    assert len(graphs) <= 2
+
+
+def test_a_class_defined_anew_and_values_that_change() -> None:
+    factor = 2.0
+
+    def define(own):
+        class Cell(Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * own * factor
+
+            @staticmethod
+            def backward(ctx, g):
+                return g * own * factor
+
+        return Cell
+
+    cell = define(1.0)
+    compiled = torch.compile(lambda x: cell.apply(x), backend="ort_training")
+    x = torch.ones(1, requires_grad=True)
+    assert compiled(x).item() == 2
+    cell = define(5.0)
+    assert compiled(x).item() == 10
+    factor = 3.0
+    assert compiled(x).item() == 15
+
+
+def test_the_nodes_say_what_they_are(tmp_path: pathlib.Path) -> None:
+    class Mixed(Function):
+        @staticmethod
+        def forward(ctx, x, i, f, b, ints, floats, bools, text, mixed, things):
+            ctx.save_for_backward(x)
+            return x * f
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 1.5, *[None] * 9
+
+    same_as_eager(
+        lambda x: Mixed.apply(x * 1, 3, 1.5, True, (1, 2), (0.5,), (True, False), "text", (1, 2.0), {"a": 1}),
+        (3,),
+        options={"dump_dir": str(tmp_path)},
+    )
+    (file,) = [file for file in tmp_path.glob("*.onnx") if "optimized" not in file.name]
+    nodes = {node.op_type: node for node in onnx.load(file).graph.node}
+    found = {a.name: onnx.helper.get_attribute_value(a) for a in nodes["PythonOp"].attribute}
+    assert found["input_convention"] == b"dccccccccc" + b"d"  # the last keeps the order
+    assert (found["input_int_scalars"], found["input_int_scalar_positions"]) == ([3], [1])
+    assert (found["input_float_scalars"], found["input_float_scalar_positions"]) == ([1.5], [2])
+    assert (found["input_bool_scalars"], found["input_bool_scalar_positions"]) == ([1], [3])
+    assert (found["input_int_tuples"], found["input_int_tuple_positions"], found["input_int_tuple_begins"]) == ([1, 2], [4], [0])
+    assert (found["input_float_tuples"], found["input_float_tuple_positions"]) == ([0.5], [5])
+    assert (found["input_bool_tuples"], found["input_bool_tuple_positions"]) == ([1, 0], [6])
+    assert found["input_pointer_scalar_positions"] == [7, 8, 9]
+    assert found["training_mode"] == 1
+    assert b"Mixed(tensor, 3, 1.5, True, (1, 2), (0.5,), (True, False), 'text', (1, 2.0), dict)" in found["comment"]
+    backward = {a.name: onnx.helper.get_attribute_value(a) for a in nodes["PythonOpGrad"].attribute}
+    assert backward["func_name"] == found["func_name"]
+    assert b"test_the_nodes_say_what_they_are" in found["func_name"]
