@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import debug, graph_report
 from ort_backend.environment import check_environment
-from ort_backend.errors import OptionError
+from ort_backend.errors import EnvironmentProblem, OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, traced_function
@@ -33,6 +33,11 @@ log = logging.getLogger(__name__)
 
 # What a warning has said already: (operator, reason).
 _warned: set[tuple[str, str]] = set()
+
+NO_TRAINING = (
+    "the installed ONNX Runtime runs forwards but has no training kernels, which only the package onnxruntime-training has: "
+    "pip uninstall onnxruntime onnxruntime-gpu; pip install onnxruntime-training (wheels for CPython 3.8 to 3.11 on Linux x86-64)"
+)
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -107,6 +112,8 @@ class _Compilation:
 
     def compile_joint(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's `partition_fn`."""
+        if not self.target.training:
+            raise EnvironmentProblem(NO_TRAINING)
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(joint)
