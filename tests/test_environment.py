@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import tomllib
+import torch
 
 from ort_backend import environment
 from ort_backend.environment import check_environment
