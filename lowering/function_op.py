@@ -35,6 +35,7 @@ class FunctionWriter:
         self._op = op
         self._calls: dict[int, FunctionCall] = {}
         self._with_backward: set[int] | None = None
+        self._reach: dict[Any, frozenset[int]] = {}
 
     @property
     def calls(self) -> list[FunctionCall]:
@@ -76,10 +77,21 @@ class FunctionWriter:
         results = as_declared(self._op, made, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.outputs], call.outputs)
         return [*results, made[0]], made[0]
 
+    def _tangents(self, graph: fx.Graph) -> dict[Any, frozenset[int]]:
+        """For each node, which of the backward's tangents it depends on."""
+        if not self._reach:
+            tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+            self._reach.update({node: frozenset((i,)) for i, node in enumerate(tangents)})
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    self._reach[node] = frozenset().union(*(self._reach.get(source, frozenset()) for source in node.all_input_nodes))
+        return self._reach
+
     def _backward(self, node: fx.Node, value: Callable[[Any], Any], order: ir.Value) -> tuple[list[ir.Value | None], ir.Value]:
         gradients, handle, kept, _, number = node.args
         call = self._calls[number]  # type: ignore[index]
         call.present = [one is not None for one in gradients]  # type: ignore[union-attr]
+        call.tangents = [self._tangents(node.graph).get(one, frozenset()) for one in gradients]  # type: ignore[union-attr]
         arriving = [*(value(one) for one in gradients if one is not None), *(value(one) for one in kept), order]  # type: ignore[union-attr]
         fakes = [*node.meta["val"], torch.empty((), dtype=torch.int64, device="meta")]
         outputs = [declared(fake.dtype, fake.dim()) for fake in fakes]
@@ -106,6 +118,7 @@ class FunctionCall(PythonCall):
 
     Attributes:
         site: The call in the traced program.
+        tangents: For each of them, the backward's tangents that its gradient depends on.
         present: For each tensor result, whether the backward's node gets a gradient.
         reads: Where the site's tensors and integers stand among the arguments of the forward's node.
     """
@@ -114,6 +127,7 @@ class FunctionCall(PythonCall):
         super().__init__(f"{site.name}#{next(_names)}", site.name, None)
         self.site, self.present = site, [True] * len(site.behaviour.tensors)
         self.reads: list[int] = []
+        self.tangents: list[frozenset[int]] = []
         self.attributes: dict[str, Any] = {}
         self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.outputs]
         self._ints = [value if isinstance(value, int) else None for value in ints]
@@ -156,6 +170,8 @@ class FunctionCall(PythonCall):
             arrived = iter(tensors)
             results = zip(self.present, self.site.behaviour.tensors)
             gradients = [from_carrier(next(arrived), result.dtype) if present else None for present, result in results]
+        if run.undefined:  # autograd has no gradient there, and zeros only because AOTAutograd asks for them
+            gradients = [None if needs and needs <= run.undefined else one for one, needs in zip(gradients, self.tangents)]
         made = function_run.backward(self.site, run.pending.pop(self.site.id), gradients)
         for i, gradient in enumerate(made):
             if _is_carried(gradient.dtype):

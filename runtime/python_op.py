@@ -63,9 +63,10 @@ def inside() -> bool:
 class RunState:
     """What the users' Functions of one forward keep until their backward."""
 
-    __slots__ = ("pending",)
+    __slots__ = ("pending", "undefined")
 
     def __init__(self) -> None:
+        self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for
         self.pending: dict[int, Any] = {}
 
 

@@ -107,8 +107,9 @@ class TrainingGraph:
         self._tokens = itertools.count()
         self._latest = _Latest()
         every = frozenset(range(len(plan.tangents)))
-        # Whether some gradient depends on some of the tangents only, so that `watch_undefined` is needed.
-        self.gradients_may_be_undefined = plan.tangent_outputs is not None and any(needs and needs != every for needs in plan.depends_on)
+        # Whether some gradient depends on some of the tangents only, or a user's Function may, so that `watch_undefined` is needed.
+        partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
+        self.gradients_may_be_undefined = plan.tangent_outputs is not None and partial
         self._counts = counts
         self._agent: _Agent | None = _Agent(session, plan)
         self._owner = Owner(self.release)
@@ -150,6 +151,8 @@ class TrainingGraph:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             run.args = None
         fetches = C.OrtValueVector()
+        if run.python is not None:
+            run.python.undefined = run.undefined
         try:
             with self._session.running(run.python):
                 run.agent.run_backward(self._feed_tangents(tangents), fetches, state)

@@ -97,6 +97,31 @@ def test_gradients_that_there_are_none_of(materialize: bool) -> None:
     same_as_eager(lambda x: Two.apply(x)[0], (4,), functions=1)
 
 
+@pytest.mark.parametrize("materialize", [True, False])
+def test_outputs_of_the_graph_that_nobody_differentiates(materialize: bool) -> None:
+    arrived: list[tuple[bool, bool]] = []
+
+    class Two(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(materialize)
+            return x * 2, x * 3
+
+        @staticmethod
+        def backward(ctx, first, second):
+            arrived.append((first is None, second is None))
+            return first * 2 if first is not None else second * 3
+
+    compiled = torch.compile(lambda x: Two.apply(x), backend="ort_training")
+    for function in (Two.apply, compiled):
+        x = torch.ones(3, requires_grad=True)
+        function(x)
+        arrived.clear()
+        function(x)[0].sum().backward()
+        assert arrived == [(False, not materialize)]
+        assert x.grad.tolist() == [2.0] * 3
+
+
 def test_no_differentiable_output() -> None:
     class Positive(Function):
         @staticmethod
