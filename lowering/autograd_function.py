@@ -17,7 +17,7 @@ import torch
 
 from ort_backend.lowering import function_run
 from ort_backend.lowering.function_behaviour import behaviour_of, fake_mode_of
-from ort_backend.lowering.function_site import SITES, Site
+from ort_backend.lowering.function_site import SITES, Site, Slot
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("function_forward(Tensor[] tensors, SymInt[] ints, int site) -> Tensor[]")
@@ -41,7 +41,32 @@ def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
         return _Inner.apply(site, values[count:], *tensors)[:-1]
 
     apply.__name__ = apply.__qualname__ = site.cls.__name__
+    apply.site = site  # type: ignore[attr-defined]
     return apply
+
+
+def sources(graph: torch.fx.Graph) -> str:
+    """Source that defines the opaque calls of Dynamo's graph under the names that its printed code has for them."""
+    found = [(name, value.site) for name, value in graph.python_code("self").globals.items() if isinstance(getattr(value, "site", None), Site)]
+    return "\n".join(_source(name, site) for name, site in found)
+
+
+def _source(name: str, site: Site) -> str:
+    arguments = ", ".join(map(_written, site.template))
+    if "<" in site.name or site.cls.__module__ == "__main__" or "..." in arguments:
+        return f"def {name}(*values):\n    raise NotImplementedError('write: the tensors that {site.name}.apply({arguments}) returns')\n"
+    outer = site.cls.__qualname__.split(".")[0]
+    call = f"    made = {site.cls.__qualname__}.apply({arguments})\n"
+    tensors = "    return [one for one in (made if isinstance(made, tuple) else (made,)) if isinstance(one, torch.Tensor)]\n"
+    return f"from {site.cls.__module__} import {outer}\ndef {name}(*values):\n{call}{tensors}"
+
+
+def _written(argument: Any) -> str:
+    if isinstance(argument, Slot):
+        return f"values[{argument.index}]" if argument.kind == "tensor" else "..."
+    plain = (bool, int, float, str, type(None))
+    simple = isinstance(argument, plain) or (isinstance(argument, tuple) and all(isinstance(part, plain) for part in argument))
+    return repr(argument) if simple else "..."
 
 
 class _Inner(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import OptionError
+from ort_backend.lowering.autograd_function import sources
 from ort_backend.options import CompileOptions
 
 
@@ -73,6 +74,7 @@ import pathlib
 import torch
 from torch import device, inf, nan  # names that the printed graph may use
 
+{sources(gm.graph)}
 {source}
 
 model = {type(gm).__name__ if source.lstrip().startswith(f"class {type(gm).__name__}") else "GraphModule"}()
