@@ -134,11 +134,12 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
-    large tensors of zeros (to which an embedding's gradient is added) for the life of the session.
+    large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
+    the session is made, and free memory that is torch's.
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
-    if _has_large_fill(model) or _has_constant_output(model):
+    if _has_large_fill(model) or _folds_too_much(model):
         harmful.append("ConstantFolding")
     return harmful
 
@@ -151,11 +152,12 @@ def _has_large_fill(model: ir.Model) -> bool:
     return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
 
 
-def _has_constant_output(model: ir.Model) -> bool:
-    """Whether an output depends on no input, or on the shape of one at most."""
+def _folds_too_much(model: ir.Model) -> bool:
+    """Whether an output, or a `PythonOp`, depends on no input, or on the shape of one at most."""
     varying = set(model.graph.inputs)
     for node in model.graph:
         reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
         if reads_values or node.op_type == "YieldOp":
             varying.update(node.outputs)
-    return any(value not in varying for value in model.graph.outputs)
+    calls = (node for node in model.graph if node.op_type == "PythonOp")
+    return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)

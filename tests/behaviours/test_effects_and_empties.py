@@ -33,3 +33,17 @@ def test_an_empty_tensor_may_have_any_strides(dtype: torch.dtype) -> None:
     for got, want in zip(compiled(x, y), function(x, y), strict=True):
         torch.testing.assert_close(got, want)
     assert ort_backend.report().graphs[-1].counts.forward == 1
+
+
+def test_an_operator_of_constants_alone_runs_at_every_call() -> None:
+    calls = []
+
+    @torch.library.custom_op("ort_training_tests::counted", mutates_args=())
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + len(calls)
+
+    counted.register_fake(torch.empty_like)
+    compiled = torch.compile(lambda x: x * counted(torch.tensor([1.0, 2.0])), backend="ort_training")
+    results = [compiled(torch.ones(2)) for _ in range(3)]
+    assert [int(result[0]) for result in results] == [len(calls) - 1, len(calls), len(calls) + 1]
