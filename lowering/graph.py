@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
@@ -20,13 +19,14 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.function_op import FunctionWriter
+from ort_backend.lowering.lowered import LoweredGraph, Outside
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, write_python_op
 from ort_backend.lowering.registry import Lowering, Unsupported
-from ort_backend.lowering.saved import kept_bytes
+from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -53,44 +53,6 @@ _SAME = {
 }
 # On a complex value's carrier, real and imaginary part are the last dimension already.
 _CARRIER_VIEWS = {aten.view_as_real.default, aten.view_as_complex.default}
-
-
-@dataclasses.dataclass(frozen=True)
-class Outside:
-    """One FX node that does not run on ONNX Runtime's own kernels.
-
-    Attributes:
-        operator: Its qualified name, such as `aten::sort`.
-        reason: Why.
-        where: The user's line, if known.
-    """
-
-    operator: str
-    reason: str
-    where: str
-
-
-@dataclasses.dataclass(frozen=True)
-class LoweredGraph:
-    """An ONNX model and what the runtime needs to run it.
-
-    Attributes:
-        model: The model; inputs and outputs stand in its graph.
-        python_calls: The callables behind its `PythonOp` nodes.
-        outside: Why each of them is there.
-        fx_nodes: Number of FX nodes that compute something.
-        onnx_nodes: Number of ONNX nodes.
-        functions: The users' Functions that it calls, one name for each call.
-        kept_bytes: Bytes of the values computed before the `YieldOp` and used behind it, for the example sizes; 0 without one.
-    """
-
-    model: ir.Model
-    python_calls: tuple[PythonCall, ...]
-    outside: tuple[Outside, ...]
-    fx_nodes: int
-    onnx_nodes: int
-    kept_bytes: int
-    functions: tuple[str, ...] = ()
 
 
 class GraphLowering:
@@ -185,13 +147,7 @@ class GraphLowering:
 
         A gradient that depends on no tangent, such as zeros, would be computed in the forward, where `TrainingAgent` cannot fetch it.
         """
-        tangents: list[ir.Value] = []
-        behind: set[ir.Value] = set()
-        for node in self.graph:
-            if node.op_type == "YieldOp":
-                tangents = list(node.outputs)
-            if tangents and (node.op_type == "YieldOp" or not behind.isdisjoint(value for value in node.inputs if value is not None)):
-                behind.update(node.outputs)
+        tangents, behind = behind_yield(self.graph)
         if not tangents:
             return list(values)
         return [value if value in behind else self._behind(value, tangents[0], fake) for value, fake in zip(values, fakes, strict=True)]

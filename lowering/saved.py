@@ -1,4 +1,4 @@
-"""What waits in memory between the forward and the backward of a training graph."""
+"""What lies before and behind the `YieldOp` of a training graph, and what waits in memory between the two."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ def read_behind_yield(graph: ir.Graph, handed_out: Sequence[ir.Value]) -> set[ir
             read.update(_memory(value, own) for value in node.inputs if value is not None)
         passed = passed or node.op_type == "YieldOp"
     return own & read
+
+
+def behind_yield(graph: ir.Graph) -> tuple[list[ir.Value], set[ir.Value]]:
+    """The tangents that come in at the `YieldOp`, and every value that depends on one of them."""
+    tangents: list[ir.Value] = []
+    behind: set[ir.Value] = set()
+    for node in graph:
+        if node.op_type == "YieldOp":
+            tangents = list(node.outputs)
+            behind.update(tangents)
+        elif tangents and not behind.isdisjoint(value for value in node.inputs if value is not None):
+            behind.update(node.outputs)
+    return tangents, behind
 
 
 def _memory(value: ir.Value, own: Set[ir.Value] = frozenset()) -> ir.Value:

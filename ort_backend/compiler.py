@@ -19,7 +19,7 @@ from ort_backend.errors import EnvironmentProblem, OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, traced_function
-from ort_backend.lowering.graph import LoweredGraph
+from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from ort_backend.lowering.graph import LoweredGraph, Outside
+from ort_backend.lowering.lowered import LoweredGraph, Outside
 from ort_backend.runtime.counts import RunCounts
 
 MAX_GRAPHS = 1000

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ort_backend.lowering.graph import GraphLowering, LoweredGraph
+from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ort_backend.lowering.graph import GraphLowering, LoweredGraph
+from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.runtime import capabilities
 from ort_backend.target import OrtTarget
 

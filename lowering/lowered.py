@@ -1,0 +1,47 @@
+"""What a lowering returns."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from ort_backend.lowering.python_op import PythonCall
+
+
+@dataclasses.dataclass(frozen=True)
+class Outside:
+    """One FX node that does not run on ONNX Runtime's own kernels.
+
+    Attributes:
+        operator: Its qualified name, such as `aten::sort`.
+        reason: Why.
+        where: The user's line, if known.
+    """
+
+    operator: str
+    reason: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LoweredGraph:
+    """An ONNX model and what the runtime needs to run it.
+
+    Attributes:
+        model: The model; inputs and outputs stand in its graph.
+        python_calls: The callables behind its `PythonOp` nodes.
+        outside: Why each of them is there.
+        fx_nodes: Number of FX nodes that compute something.
+        onnx_nodes: Number of ONNX nodes.
+        functions: The users' Functions that it calls, one name for each call.
+        kept_bytes: Bytes of the values computed before the `YieldOp` and used behind it, for the example sizes; 0 without one.
+    """
+
+    model: ir.Model
+    python_calls: tuple[PythonCall, ...]
+    outside: tuple[Outside, ...]
+    fx_nodes: int
+    onnx_nodes: int
+    kept_bytes: int
+    functions: tuple[str, ...] = ()
