@@ -64,7 +64,7 @@ def optional(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, c:
     return x * 2
 
 
-def test_b3_patterns_of_none(compiled: Compile) -> None:
+def test_patterns_of_none(compiled: Compile) -> None:
     f, y = compiled(optional), torch.ones(3)
     patterns = [tuple(y.clone() if number >> place & 1 else None for place in range(3)) for number in range(8)]
     for pattern in (*patterns, *reversed(patterns)):
@@ -73,7 +73,7 @@ def test_b3_patterns_of_none(compiled: Compile) -> None:
     assert set(kinds()[1:]) == {"type"}
 
 
-def test_b4_number_of_arguments(compiled: Compile) -> None:
+def test_number_of_arguments(compiled: Compile) -> None:
     def add(*xs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         return sum((*xs, *named.values())) * 2
 
@@ -86,7 +86,7 @@ def test_b4_number_of_arguments(compiled: Compile) -> None:
     assert set(kinds()[1:]) <= {"length", "dict keys"}
 
 
-def test_b24_attribute_set_after_the_compile(compiled: Compile) -> None:
+def test_attribute_set_after_the_compile(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
     for factor in (2.0, 3.0, 2.0):
@@ -95,7 +95,7 @@ def test_b24_attribute_set_after_the_compile(compiled: Compile) -> None:
     assert kinds() in ([None, "python value"], [None, "python value", "python value"])
 
 
-def test_b26_requires_grad_of_an_input(compiled: Compile) -> None:
+def test_requires_grad_of_an_input(compiled: Compile) -> None:
     model, _ = pair()
     f = compiled(model)
     for toggle in (False, True, False, True):
@@ -105,7 +105,7 @@ def test_b26_requires_grad_of_an_input(compiled: Compile) -> None:
     assert kinds() == [None, "requires_grad"]
 
 
-def test_b27_freeze_and_unfreeze(compiled: Compile) -> None:
+def test_freeze_and_unfreeze(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
     for frozen in (False, True, False, True):
@@ -115,7 +115,7 @@ def test_b27_freeze_and_unfreeze(compiled: Compile) -> None:
     assert kinds() == [None, "requires_grad"]
 
 
-def test_b28_partly_frozen_and_unused(compiled: Compile) -> None:
+def test_partly_frozen_and_unused(compiled: Compile) -> None:
     model, eager = pair()
     for module in (model, eager):
         module.first.requires_grad_(False)
@@ -126,7 +126,7 @@ def test_b28_partly_frozen_and_unused(compiled: Compile) -> None:
     assert kinds() == [None]
 
 
-def test_b34_train_and_eval_by_turns(compiled: Compile) -> None:
+def test_train_and_eval_by_turns(compiled: Compile) -> None:
     model = Net(dropout=0.5)
     f = compiled(model)
     for step in range(6):
@@ -135,7 +135,7 @@ def test_b34_train_and_eval_by_turns(compiled: Compile) -> None:
     assert kinds() == [None, "training flag"]
 
 
-def test_b42_state_dict_and_replaced_parameters(compiled: Compile) -> None:
+def test_state_dict_and_replaced_parameters(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
     x = torch.ones(3, 4)
@@ -154,7 +154,7 @@ def test_b42_state_dict_and_replaced_parameters(compiled: Compile) -> None:
     assert kinds() == [None, "dtype"]
 
 
-def test_b43_random_batch(compiled: Compile) -> None:
+def test_random_batch(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
     sizes = [random.Random(0).randint(1, 100) for _ in range(12)]
@@ -163,7 +163,7 @@ def test_b43_random_batch(compiled: Compile) -> None:
     assert len(records.all()) <= 3 and set(kinds()[1:]) <= {"shape", "shape condition"}
 
 
-def test_b44_random_batch_and_sequence(compiled: Compile) -> None:
+def test_random_batch_and_sequence(compiled: Compile) -> None:
     class Encoder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -183,7 +183,7 @@ def test_b44_random_batch_and_sequence(compiled: Compile) -> None:
     assert {record.cause.passed_as for record in records.all() if record.cause} <= {'batch["input_ids"].size(0)', 'batch["input_ids"].size(1)'}
 
 
-def test_b45_dynamic(compiled: Compile) -> None:
+def test_dynamic(compiled: Compile) -> None:
     f = compiled(lambda x: x * 2 + 1, dynamic=True)
     for shape in ((2, 3), (3, 4), (5, 2)):
         torch.testing.assert_close(f(torch.ones(shape)), torch.full(shape, 3.0))
@@ -193,7 +193,7 @@ def test_b45_dynamic(compiled: Compile) -> None:
     assert kinds() == [None, "rank"]
 
 
-def test_b46_one_then_more(compiled: Compile) -> None:
+def test_one_then_more(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
     for size in (1, 5, 6, 1, 7):
