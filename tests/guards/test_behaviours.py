@@ -1,4 +1,4 @@
-"""How many graphs the rows of BEHAVIOURS.md take: with a backend that only records, and with the real one, compared with eager."""
+"""How many graphs common habits of users take: with a backend that only records, and with the real one, compared with eager."""
 
 from __future__ import annotations
 
