@@ -8,7 +8,6 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
 
 from rich.console import Console, Group
 from rich.table import Table
@@ -154,24 +153,30 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:
     table = Table(title="ort_training: compiled graphs")
-    table.add_column("graph")
-    table.add_column("kind")
-    table.add_column("function", overflow="fold", min_width=20)
-    for heading in ("ONNX nodes", "PythonOp", "Functions", "capture s", "lowering s", "session s", "kept MB", "forwards", "backwards"):
+    table.add_column("graph", no_wrap=True)
+    table.add_column("function", overflow="fold", min_width=12)
+    for heading in ("ONNX nodes", "PythonOp", "autograd Functions", "capture + lowering + session s", "kept MB", "runs"):
         table.add_column(heading, justify="right")
     for graph in graphs:
-        numbers: list[Any] = [graph.onnx_nodes - graph.python_ops, graph.python_ops, _functions(graph)]
-        numbers += [f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds)]
-        kept = f"{graph.kept_bytes / 1e6:.2f}" if graph.kind == "training" else "-"
-        backwards = graph.counts.backward if graph.kind == "training" else "-"
-        table.add_row(graph.name, graph.kind, _short(graph.function), *map(str, (*numbers, kept, graph.counts.forward, backwards)))
+        seconds = " + ".join(f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds))
+        counts = (graph.onnx_nodes - graph.python_ops, graph.python_ops, _functions(graph))
+        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function), *map(str, counts), seconds, _kept(graph), _runs(graph))
     return table
+
+
+def _kept(graph: GraphReport) -> str:
+    return f"{graph.kept_bytes / 1e6:.2f}" if graph.kind == "training" else ""
+
+
+def _runs(graph: GraphReport) -> str:
+    backward = f" + {graph.counts.backward}" if graph.kind == "training" else ""
+    return f"{graph.counts.forward}{backward}"
 
 
 def _short(function: str) -> str:
     """The function and its line, without the folders that the file lies in."""
     name, _, where = function.partition(" (")
-    return f"{name} ({PurePath(where).name}" if where else name
+    return f"{name}\n{PurePath(where.rstrip(')')).name}" if where else name
 
 
 def _functions(graph: GraphReport) -> str:
