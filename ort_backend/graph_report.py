@@ -152,15 +152,16 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
 
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:
-    table = Table(title="ort_training: compiled graphs")
+    caption = "Python nodes: PythonOps + calls of autograd.Functions. Seconds: capture + lowering + session. Runs: forward + backward."
+    table = Table(title="ort_training: compiled graphs", caption=caption)
     table.add_column("graph", no_wrap=True)
     table.add_column("function", overflow="fold", min_width=12)
-    for heading in ("ONNX nodes", "PythonOp", "autograd Functions", "capture + lowering + session s", "kept MB", "runs"):
+    for heading in ("ORT nodes", "Python nodes", "seconds", "kept MB", "runs"):
         table.add_column(heading, justify="right")
     for graph in graphs:
         seconds = " + ".join(f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds))
-        counts = (graph.onnx_nodes - graph.python_ops, graph.python_ops, _functions(graph))
-        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function), *map(str, counts), seconds, _kept(graph), _runs(graph))
+        nodes = (str(graph.onnx_nodes - graph.python_ops), f"{graph.python_ops} + {_functions(graph)}")
+        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function), *nodes, seconds, _kept(graph), _runs(graph))
     return table
 
 
