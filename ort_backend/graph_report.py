@@ -152,11 +152,14 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
 
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:
-    caption = "Python nodes: PythonOps + calls of autograd.Functions. Seconds: capture + lowering + session. Runs: forward + backward."
+    caption = (
+        "ORT: nodes on its kernels. Python: PythonOps + calls of autograd.Functions. Seconds: capture + lowering + session.\n"
+        "MB: kept between forward and backward. Runs: forward + backward."
+    )
     table = Table(title="ort_training: compiled graphs", caption=caption)
     table.add_column("graph", no_wrap=True)
-    table.add_column("function", overflow="fold", min_width=12)
-    for heading in ("ORT nodes", "Python nodes", "seconds", "kept MB", "runs"):
+    table.add_column("function", overflow="fold", min_width=16)
+    for heading in ("ORT", "Python", "seconds", "MB", "runs"):
         table.add_column(heading, justify="right")
     for graph in graphs:
         seconds = " + ".join(f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds))
