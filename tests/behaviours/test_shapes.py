@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel
 
+import ort_backend
+
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -171,3 +173,15 @@ def test_a_dynamic_dropout_draws_eagers_mask() -> None:
 def test_convolution_over_pictures_of_any_size() -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     same_as_eager(model, *(call(tensor(n, 2, s, s)) for n, s in ((3, 8), (4, 12), (5, 17))), graphs=1, repeat=1, dynamic=True)
+
+
+def test_a_marked_size_is_dynamic_from_the_first_compile() -> None:
+    compiled = torch.compile(lambda x: (x * 2).tanh().sum(0), backend="ort_training")
+    before = len(ort_backend.report().graphs)
+    for rows in (3, 5, 8):
+        x = torch.randn(rows, 4, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0)
+        compiled(x).sum().backward()
+        torch.testing.assert_close(x.grad, 2 * (1 - (x * 2).tanh() ** 2).detach())
+    graphs = ort_backend.report().graphs[before:]
+    assert [(graph.counts.forward, graph.counts.backward) for graph in graphs] == [(3, 3)]
