@@ -29,7 +29,7 @@ _USED = {
 }
 
 # What its functions raise for arguments that they do not express, and what the builder raises for the nodes that they would write.
-_REFUSALS = (NotImplementedError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError, RuntimeError)
+_REFUSALS = (NotImplementedError, TypeError, ValueError)
 
 
 def find(target: object) -> Callable[..., Any] | None:

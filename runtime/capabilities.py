@@ -51,8 +51,6 @@ class _ContribOps(frozenset[str]):
 @functools.cache
 def has_contrib_op(op_type: str, domain: str = MS) -> bool:
     """Whether the build knows the schema of an operator outside ONNX."""
-    if domain == "":
-        domain, op_type = "", op_type
     node = ir.Node(domain, op_type, inputs=[], outputs=[ir.Value(name="y")])
     message = _refusal(ir.Model(ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 18, MS: 1}), ir_version=9), ("CPUExecutionProvider",))
     return message is None or "is not a registered function/op" not in message
@@ -64,11 +62,10 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int) -> bool:
         return True
     if (node.domain, node.op_type) in _UNSAFE_TO_PROBE:
         return provider == "CPUExecutionProvider" and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)
-    inputs = tuple((None if v is None else v.dtype, None if v is None or v.shape is None else v.shape.rank()) for v in node.inputs)
     if any(v is not None and v.dtype is None for v in node.inputs):
         return True
-    # The rank matters to no kernel's existence but to the checks that come before it, so that unequal ranks share one probe.
-    key = (node.domain, node.op_type, tuple(dtype for dtype, _ in inputs), _decisive(node), provider, opset)
+    # A kernel exists for dtypes, whatever the ranks: nodes that differ in rank only share one probe.
+    key = (node.domain, node.op_type, tuple(None if v is None else v.dtype for v in node.inputs), _decisive(node), provider, opset)
     if key not in _probed:
         _probed[key] = _probe(node, provider, opset)
     return _probed[key]
