@@ -19,7 +19,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.function_op import FunctionWriter
-from ort_backend.lowering.lowered import LoweredGraph, Outside
+from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 # Checks of the tracer with no result: Dynamo's guards have made them.
-_DROPPED = {
+DROPPED = {
     "aten::_assert_async",
     "aten::_assert_scalar",
     "aten::_assert_tensor_metadata",
@@ -199,7 +199,7 @@ class GraphLowering:
             return self._attribute(node)
         if node.target is operator.getitem:
             return self._item(node)
-        if operator_name(node.target) in _DROPPED:
+        if operator_name(node.target) in DROPPED:
             return None
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
             return self.value(node.args[0])
@@ -338,7 +338,7 @@ class GraphLowering:
     def _by_python_op(self, node: fx.Node, reason: str) -> Any:
         title, where = operator_name(node.target), user_line(node)
         if self.strict or not self.target.python_op:
-            raise LoweringError(f"{title} does not run on ONNX Runtime: {reason}{at(where)}")
+            raise NotOnOrt(title, reason, where)
         if not callable(node.target):
             raise LoweringError(f"{title} cannot be called{at(where)}")
         fake = node.meta.get("val")

@@ -6,7 +6,17 @@ import dataclasses
 
 import onnx_ir as ir
 
+from ort_backend.errors import LoweringError
+from ort_backend.lowering.provenance import at
 from ort_backend.lowering.python_op import PythonCall
+
+
+class NotOnOrt(LoweringError):
+    """An operator does not run on ONNX Runtime's own kernels, and may not run as a `PythonOp`; `reason` says why it does not."""
+
+    def __init__(self, operator: str, reason: str, where: str) -> None:
+        super().__init__(f"{operator} does not run on ONNX Runtime: {reason}{at(where)}")
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
