@@ -59,15 +59,15 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     outputs, gradients = results[:num_fwd_outputs], results[num_fwd_outputs:]
 
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
-    dependent = _descendants(calls, tangents)
+    dependent = descendants(calls, tangents)
     kept = [node for node in calls if is_random(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
-    needed = _ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
-    alive = needed | _ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
+    needed = ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
+    alive = needed | ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
     forward = [node for node in calls if node in needed]
     backward = [node for node in calls if node in alive and node not in needed]
 
     read = _read(backward, gradients)
-    reached = _ancestors(list(backward))
+    reached = ancestors(list(backward))
     return JointPartition(
         primals=tuple(primals),
         draws=tuple(draws),
@@ -78,7 +78,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
-        depends_on=_dependencies(calls, tangents, gradients),
+        depends_on=dependencies(calls, tangents, gradients),
     )
 
 
@@ -96,7 +96,7 @@ def is_random(node: fx.Node) -> bool:
 
 def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
     """The node whose memory `node` may share: the base of a chain of views and, unless told otherwise, of copies that the lowering leaves out."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and _shares_memory(node, through_copies):
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and shares_memory(node, through_copies):
         node = node.args[0]
     return node
 
@@ -104,9 +104,10 @@ def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
 
 
-def _shares_memory(node: fx.Node, through_copies: bool) -> bool:
+def shares_memory(node: fx.Node, through_copies: bool) -> bool:
+    """Whether a node's result lies, or after lowering may lie, in the memory of its first argument."""
     if node.target is operator.getitem:
-        return _shares_memory(node.args[0], through_copies)  # type: ignore[arg-type]
+        return shares_memory(node.args[0], through_copies)  # type: ignore[arg-type]
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target in _COPIES:
@@ -127,7 +128,8 @@ def _read(backward: Iterable[fx.Node], gradients: Sequence[Any]) -> set[fx.Node]
     return {root(node) for node in taken}
 
 
-def _descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+def descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """`sources` and the nodes among `calls`, which are in order, that depend on one of them."""
     found = set(sources)
     for node in calls:
         if any(source in found for source in node.all_input_nodes):
@@ -135,7 +137,8 @@ def _descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx
     return found
 
 
-def _ancestors(targets: list[fx.Node]) -> set[fx.Node]:
+def ancestors(targets: list[fx.Node]) -> set[fx.Node]:
+    """`targets` and all nodes that one of them depends on. Empties the list."""
     found: set[fx.Node] = set()
     while targets:
         node = targets.pop()
@@ -145,7 +148,8 @@ def _ancestors(targets: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:
+def dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:
+    """For each of `gradients`, the indices of the `tangents` that it depends on; `calls` are in order."""
     reach: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
     for node in calls:
         reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))

@@ -13,17 +13,19 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import debug, graph_report
+from ort_backend import debug, graph_report, regions
 from ort_backend.environment import check_environment
-from ort_backend.errors import EnvironmentProblem, OptionError
+from ort_backend.errors import OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, traced_function
-from ort_backend.lowering.lowered import LoweredGraph
+from ort_backend.lowering.composites import whole_interpolation
+from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
+from ort_backend.runtime.region_graph import RegionGraph, RegionTraining
 from ort_backend.runtime.session import Session, SessionConfig
 from ort_backend.runtime.training_graph import TrainingGraph
 from ort_backend.target import OrtTarget
@@ -33,11 +35,6 @@ log = logging.getLogger(__name__)
 
 # What a warning has said already: (operator, reason).
 _warned: set[tuple[str, str]] = set()
-
-NO_TRAINING = (
-    "the installed ONNX Runtime runs forwards but has no training kernels, which only the package onnxruntime-training has: "
-    "pip uninstall onnxruntime onnxruntime-gpu; pip install onnxruntime-training (wheels for CPython 3.8 to 3.11 on Linux x86-64)"
-)
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -77,7 +74,7 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    with compilation.phase("aot"), decompositions.lstm_as_steps():
+    with compilation.phase("aot"), decompositions.lstm_as_steps(), whole_interpolation():
         compiled = aot_module_simplified(
             gm,
             example_inputs,
@@ -103,22 +100,23 @@ class _Compilation:
         self._compilation = compilation
         self._seconds = {"lowering": 0.0, "session": 0.0}
         self._started = time.perf_counter()
-        self._lowered: LoweredGraph | None = None
+        self._content: Content | None = None
         self._inlined = inlined
         self._counts = RunCounts()
-        self._training: TrainingGraph | None = None
+        self._training: TrainingGraph | RegionTraining | None = None
 
     # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
 
-    def compile_joint(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def compile_joint(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's `partition_fn`."""
-        if not self.target.training:
-            raise EnvironmentProblem(NO_TRAINING)
+        if not self.target.whole_graphs:
+            return self._compile_regions(joint, joint_inputs, num_fwd_outputs, rest)
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(joint)
-            made = lower_joint(joint.graph, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
-        self._training = TrainingGraph(self._session(made.lowered), made.plan, self._counts)
+            made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
+        self._content = made.lowered.content
+        self._training = TrainingGraph(self._session(made.lowered, self.dump), made.plan, self._counts)
         return halves(joint, made.partition, made.plan.saved_outputs)
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -136,24 +134,47 @@ class _Compilation:
 
     def compile_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `inference_compiler`."""
+        if not self.target.whole_graphs:
+            return boxed(self._own_python(self._region_graph(module, "", self._counts.ran_forward)))
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(module)
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name)
-        session = self._session(lowered) if plan.fetch_devices else None
-        self._lowered = lowered
+        session = self._session(lowered, self.dump) if plan.fetch_devices else None
+        self._content = lowered.content
         return boxed(self._own_python(InferenceGraph(session, plan, self._counts)))
 
-    # What both have in common.
+    # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 
-    def _session(self, lowered: LoweredGraph) -> Session:
-        self._lowered = lowered
+    def _compile_regions(self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.dump is not None:
+            self.dump.graph(joint)
+        made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
+        forward = self._region_graph(made.forward, ".forward", self._counts.ran_forward)
+        backward = self._region_graph(made.backward, ".backward", self._counts.ran_backward)
+        self._training = RegionTraining(forward, backward, made.tangent_outputs, has_functions=self._has_functions)
+        return made.forward, made.backward
+
+    def _region_graph(self, module: fx.GraphModule, part: str, count: Callable[[], None]) -> RegionGraph:
+        dump = self.dump.part(part) if self.dump is not None else None
+        if dump is not None:
+            dump.graph(module)
+        with self._phase("lowering"):
+            made = regions.lower(module, self.target, strict=self.settings.strict, name=self.name + part)
+        several = len(made.regions) > 1
+        sessions = [self._session(one, dump and dump.part(f".{i}" if several else "")) for i, one in enumerate(made.regions)]
+        self._content = made.content if self._content is None else self._content.and_of(made.content)
+        return RegionGraph(made.plan(sessions), count)
+
+    # What all have in common.
+
+    def _session(self, lowered: LoweredGraph, dump: debug.Dump | None) -> Session:
         with self._phase("session"):
             config = SessionConfig(
                 provider=self.target.provider,
                 provider_options=self.settings.provider_options,
                 session_options=self.settings.session_options,
-                optimized_path=self.dump.model(lowered.model) if self.dump is not None else None,
+                optimized_path=dump.model(lowered.model) if dump is not None else None,
             )
             return Session(lowered.model, config, lowered.python_calls)
 
@@ -167,15 +188,19 @@ class _Compilation:
 
     def _own_python(self, half: Boxed) -> Boxed:
         """`half` of a graph; where users' Functions run in it, Dynamo does not compile their Python once more."""
-        return torch.compiler.disable(half) if self._lowered is not None and self._lowered.functions else half
+        return torch.compiler.disable(half) if self._has_functions else half
+
+    @property
+    def _has_functions(self) -> bool:
+        return self._content is not None and bool(self._content.functions)
 
     def publish(self) -> graph_report.GraphReport | None:
         """Puts the compiled graph on the report and in the log; warns once about what does not run on ONNX Runtime's kernels."""
-        if self._lowered is None:
+        if self._content is None:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
         kind = "inference" if self._training is None else "training"
-        made = graph_report.add(self.name, kind, self._compilation.function, self._lowered, seconds, self._counts, self._inlined)
+        made = graph_report.add(self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined)
         log.info("%s", made.summary())
         for one in made.outside:
             if (one.operator, one.reason) not in _warned:
@@ -201,7 +226,7 @@ class _Compilation:
 
     def beside_python(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
         """`compiled`, in eager PyTorch where it is called inside a Python node: ONNX Runtime would wait for itself if it has such nodes, too."""
-        if self._lowered is None or not self._lowered.python_calls:
+        if self._content is None or not self._content.python_nodes:
             return compiled
         counts = self._counts
 

@@ -20,6 +20,7 @@ from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
@@ -42,10 +43,12 @@ class TrainingLowering:
     partition: JointPartition
 
 
-def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str) -> TrainingLowering:
+def lower_joint(module: fx.GraphModule, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str) -> TrainingLowering:
     """Lowers a joint graph into one ONNX graph: forward nodes, `YieldOp`, backward nodes, gradients as outputs."""
+    graph = module.graph
     unwrap_effects(graph)
     hoisted = hoist(graph)
+    recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = _add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
@@ -71,7 +74,7 @@ def lower_joint(graph: fx.Graph, num_fwd_outputs: int, target: OrtTarget, *, str
         saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
         depends_on=partition.depends_on,
-        tangent_outputs=_tangent_outputs(graph, partition),
+        tangent_outputs=_tangent_outputs(graph, len(partition.outputs), partition.tangents),
     )
     return TrainingLowering(lowered, plan, partition)
 
@@ -232,13 +235,13 @@ def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[
     return gradients, nodes
 
 
-def _tangent_outputs(graph: fx.Graph, partition: JointPartition) -> tuple[int, ...] | None:
+def _tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node]) -> tuple[int, ...] | None:
     """For each tangent, the forward output that it belongs to, from AOTAutograd's descriptors (there since torch 2.9; None without them)."""
     described = graph.output_node().meta.get("desc")
     if described is None:
         return None
-    names = [str(one) for one in described[: len(partition.outputs)]]
-    wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in partition.tangents]
+    names = [str(one) for one in described[:outputs]]
+    wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in tangents]
     return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
 
 

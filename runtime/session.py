@@ -53,6 +53,8 @@ class SessionConfig:
         options.log_severity_level = 4  # every error is raised; printing it besides helps nobody
         options.intra_op_num_threads = torch.get_num_threads()
         options.enable_mem_pattern = False
+        # In the order of the graph: ONNX Runtime's own default leaves every parameter's gradient, and what it is computed from, to the end.
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

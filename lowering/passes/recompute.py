@@ -1,0 +1,157 @@
+"""Activations that the backward computes again instead of keeping them.
+
+AOTAutograd's min-cut partitioner decides which: what `torch.utils.checkpoint` has tagged, and what
+`torch._functorch.config.activation_memory_budget` asks for. In a joint graph that stays whole the decision is written down as copies of those
+nodes among the backward's. Two things could undo it: ONNX Runtime merges nodes that compute the same, and it may run a node that needs no
+tangent as early as it likes. Therefore a copy reads `behind(x, gradient)`: `x` itself, in its own memory, once `gradient` is there.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.dtypes import carrier
+from ort_backend.lowering.ops.ordering import BEHIND
+from ort_backend.lowering.partition import ancestors, descendants, is_random
+from ort_backend.lowering.passes.effects import has_effect
+
+aten = torch.ops.aten
+
+# Reorderings of a parameter become part of the matrix product that reads them: there is nothing to keep.
+_WEIGHT_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
+
+
+def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
+    """Writes into the backward of a joint graph, in place, copies of the forward nodes that it is to compute again.
+
+    Args:
+        module: The joint graph, its random draws hoisted.
+        num_fwd_outputs: How many of its results are the forward's.
+
+    Returns:
+        The number of nodes that the backward computes again.
+    """
+    graph = module.graph
+    for node in graph.nodes:
+        if "recompute" in node.meta and not _may_run_twice(node):
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    if not _is_wanted(graph):
+        return 0
+    names = _chosen(module, num_fwd_outputs)
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    forward = ancestors([node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)])
+    chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node)]
+    return _Copies(graph, forward, chosen).write()
+
+
+def _is_wanted(graph: fx.Graph) -> bool:
+    """Whether the program asks for recomputation: by a checkpoint, or by a memory budget."""
+    if torch._functorch.config.activation_memory_budget < 1.0:
+        return True
+    # `recompute` is a checkpoint's tag, the others are a budget's (read in torch 2.13).
+    return any("recompute" in node.meta or "memory_budget" in node.meta or "region_activation_memory_budget" in (node.meta.get("custom") or {})
+               for node in graph.nodes)  # fmt: skip
+
+
+def _may_run_twice(node: fx.Node) -> bool:
+    """Whether a second run gives the same and has no effect: not so for draws, users' own Python, and what is kept for its order."""
+    source: Any = node
+    while source.target is operator.getitem:
+        source = source.args[0]
+    return source.op == "call_function" and source.target not in (FORWARD, BACKWARD) and not is_random(source) and not has_effect(source)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _chosen(module: fx.GraphModule, num_fwd_outputs: int) -> set[str]:
+    """Names of the nodes that the partitioner puts into the backward although no tangent reaches them."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(module.graph, {}))
+    # It would merge what computes the same, under one name.
+    with torch._functorch.config.patch(cse=False):
+        _, backward = min_cut_rematerialization_partition(fx.GraphModule(module, copied), None, num_fwd_outputs=num_fwd_outputs)
+    calls = [node for node in backward.graph.nodes if node.op == "call_function"]
+    tangents = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    reached = descendants(calls, tangents)
+    return {node.name for node in calls if node not in reached}
+
+
+class _Copies:
+    """The copies, each in front of the first node with a tangent that needs it, directly or through other copies."""
+
+    def __init__(self, graph: fx.Graph, forward: set[fx.Node], chosen: list[fx.Node]) -> None:
+        self._graph = graph
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+        calls = [node for node in graph.nodes if node.op == "call_function"]
+        self._reached = descendants(calls, self._tangents)
+        self._readers = [node for node in calls if node not in forward and node not in set(chosen)]
+        self._needed_by = self._first_readers(chosen)
+        self._copy: dict[fx.Node, fx.Node] = {}
+        self._distinct: set[fx.Node] = set()  # copies that no optimiser can take for their originals
+        self._delayed: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+
+    def write(self) -> int:
+        """Writes the copies and lets the backward read them; returns how many there are."""
+        for node in sorted(self._needed_by, key=self._order.__getitem__):
+            with self._graph.inserting_before(self._needed_by[node]):
+                self._copy[node] = self._write(node)
+        for reader in self._readers:
+            reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), self._now)
+        return sum(node.target is not operator.getitem for node in self._copy)
+
+    def _first_readers(self, chosen: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """For each chosen node that is needed, the first reader in the backward of it, or of what is computed from it."""
+        readers, first = set(self._readers), {}
+        for node in reversed(chosen):
+            found = [first.get(user, user) for user in node.users if user in first or user in readers]
+            if found:
+                first[node] = min(found, key=self._order.__getitem__)
+        return first
+
+    def _write(self, node: fx.Node) -> fx.Node:
+        sources = list(dict.fromkeys(self._now(source) for source in node.all_input_nodes))
+        distinct = any(source in self._distinct for source in sources)
+        swap: dict[fx.Node, fx.Node] = {}
+        if not distinct and not self._is_weight_view(node):
+            tensors = [source for source in sources if isinstance(source.meta.get("val"), torch.Tensor)]
+            # A parameter is there all the time: rather an activation.
+            kept = next((source for source in tensors if source.op != "placeholder"), tensors[0] if tensors else None)
+            if kept is not None:
+                swap[kept] = self._behind(kept, self._gradient(self._needed_by[node]))
+                distinct = True
+        made = self._graph.node_copy(node, lambda source: swap.get(self._now(source), self._now(source)))
+        if distinct:
+            self._distinct.add(made)
+        return made
+
+    @staticmethod
+    def _is_weight_view(node: fx.Node) -> bool:
+        source: Any = node
+        while source.target in _WEIGHT_VIEWS:
+            source = source.args[0]
+        return source is not node and source.op == "placeholder" and node.meta["val"].dim() == 2
+
+    def _gradient(self, reader: fx.Node) -> fx.Node:
+        """A tensor that the reader waits for anyway."""
+        waits = [node for node in reader.all_input_nodes if node in self._reached and isinstance(node.meta.get("val"), torch.Tensor)]
+        return next((node for node in waits if (kind := carrier(node.meta["val"].dtype)) is not None and kind.native), self._tangents[0])
+
+    def _behind(self, x: fx.Node, gradient: fx.Node) -> fx.Node:
+        if (x, gradient) not in self._delayed:
+            made = self._graph.call_function(BEHIND, (x, gradient))
+            made.meta = {key: x.meta[key] for key in ("val", "stack_trace") if key in x.meta}
+            self._delayed[x, gradient] = made
+        return self._delayed[x, gradient]
+
+    def _now(self, node: fx.Node) -> fx.Node:
+        return self._copy.get(node, node)
