@@ -55,3 +55,36 @@ class LoweredGraph:
     onnx_nodes: int
     kept_bytes: int
     functions: tuple[str, ...] = ()
+
+    @property
+    def content(self) -> Content:
+        """What is in it, for a report."""
+        return Content(self.outside, self.fx_nodes, self.onnx_nodes, self.kept_bytes, self.functions, 1, bool(self.python_calls))
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """What a compiled graph consists of: see `LoweredGraph`.
+
+    Attributes:
+        outside: What does not run on ONNX Runtime's own kernels, and why.
+        fx_nodes: Number of FX nodes that compute something.
+        onnx_nodes: Number of ONNX nodes.
+        kept_bytes: Bytes that a forward keeps for its backward.
+        functions: The users' Functions that it calls.
+        sessions: Number of sessions.
+        python_nodes: Whether Python runs inside a session.
+    """
+
+    outside: tuple[Outside, ...]
+    fx_nodes: int
+    onnx_nodes: int
+    kept_bytes: int
+    functions: tuple[str, ...]
+    sessions: int
+    python_nodes: bool
+
+    def and_of(self, other: Content) -> Content:
+        """Of two parts of a graph together."""
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)}
+        return Content(**{**sums, "python_nodes": self.python_nodes or other.python_nodes})

@@ -43,6 +43,10 @@ class Dump:
             raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
         return cls(directory, name)
 
+    def part(self, ending: str) -> Dump:
+        """Where to write what is a part of the graph."""
+        return Dump(self.directory, self.name + ending)
+
     def graph(self, module: fx.GraphModule) -> None:
         """Writes the FX graph."""
         text = module.print_readable(print_output=False, include_stride=True, include_device=True)

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from rich.console import Console, Group
 from rich.table import Table
 
-from ort_backend.lowering.lowered import LoweredGraph, Outside
+from ort_backend.lowering.lowered import Content, Outside
 from ort_backend.runtime.counts import RunCounts
 
 MAX_GRAPHS = 1000
@@ -122,21 +122,21 @@ def next_name() -> str:
     return f"graph_{next(_numbers)}"
 
 
-def add(name: str, kind: str, function: str, lowered: LoweredGraph, seconds: Mapping[str, float], counts: RunCounts, inlined: int = 0) -> GraphReport:
+def add(name: str, kind: str, function: str, content: Content, seconds: Mapping[str, float], counts: RunCounts, inlined: int = 0) -> GraphReport:
     """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
     made = GraphReport(
         name=name,
         kind=kind,
         function=function,
-        fx_nodes=lowered.fx_nodes,
-        onnx_nodes=lowered.onnx_nodes,
-        functions=len(lowered.functions),
+        fx_nodes=content.fx_nodes,
+        onnx_nodes=content.onnx_nodes,
+        functions=len(content.functions),
         inlined_functions=inlined,
-        outside=_counted(lowered.outside),
+        outside=_counted(content.outside),
         capture_seconds=seconds["capture"],
         lowering_seconds=seconds["lowering"],
         session_seconds=seconds["session"],
-        kept_bytes=lowered.kept_bytes,
+        kept_bytes=content.kept_bytes,
         counts=counts,
     )
     _graphs.append(made)

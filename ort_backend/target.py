@@ -32,6 +32,11 @@ class OrtTarget:
     contrib_ops: frozenset[str] = frozenset()
 
     @property
+    def whole_graphs(self) -> bool:
+        """Whether one session runs a whole graph, training included: what has no kernel runs inside it."""
+        return self.training and self.python_op
+
+    @property
     def device_type(self) -> str:
         """`"cpu"` or `"cuda"`, as torch names it."""
         return "cuda" if self.provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider") else "cpu"

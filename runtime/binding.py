@@ -121,6 +121,39 @@ def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[An
     return fetch
 
 
+def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Callable[[Sequence[Sequence[int]], Any], list[Any]]:
+    """A function that makes a graph's outputs in torch's memory before it runs.
+
+    It takes the shape of each output of the ONNX graph, fills an empty `OrtValueVector` with the memory for them, and returns the results,
+    as `fetcher` would: `outputs` are all fetches of tensors, and name every output of the graph.
+    """
+    plan = [(one.index, _outward(one.dtype), one.permutation) for one in outputs]
+    carried = {one.index: _carrying(one.dtype) for one in outputs}
+    kinds = [(*carried[i], device) for i, device in enumerate(devices)]
+
+    def allocate(shapes: Sequence[Sequence[int]], fetches: Any) -> list[Any]:
+        memory = []
+        for shape, (dtype, is_bool, device) in zip(shapes, kinds, strict=True):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            fetches.push_back(_to_dlpack(tensor), is_bool)
+            memory.append(tensor)
+        results = []
+        for index, convert, permutation in plan:
+            result = memory[index] if convert is None else convert(memory[index])
+            results.append(result if permutation is None else result.permute(permutation))
+        return results
+
+    return allocate
+
+
+def _carrying(dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+    """The dtype of the memory of an output, and whether ONNX Runtime is told that it is bool."""
+    assert dtype is not None
+    if dtype.is_complex:
+        return dtype.to_real(), False
+    return (dtype, False) if dtype in _NATIVE and dtype is not torch.bool else (torch.uint8, dtype is torch.bool)
+
+
 def _outward(dtype: torch.dtype | None) -> Callable[[torch.Tensor], Any] | None:
     if dtype is None:
         return torch.Tensor.item

@@ -12,3 +12,11 @@ class RunCounts:
     forward: int = 0
     backward: int = 0
     eager: int = 0  # inside a Python node, where ONNX Runtime cannot run another
+
+    def ran_forward(self) -> None:
+        """One more forward."""
+        self.forward += 1
+
+    def ran_backward(self) -> None:
+        """One more backward."""
+        self.backward += 1

@@ -1,0 +1,88 @@
+"""FX nodes as Python callables over a list of values: what runs in eager PyTorch between sessions, and the views and sizes that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.autograd_function import BACKWARD
+
+aten = torch.ops.aten
+
+Values = list[Any]
+
+# A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
+_REPLACED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+
+
+def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values], Any]:
+    """A function of the list of values that computes `node`; `slots` says where in the list the nodes that it reads stand."""
+    if node.op == "get_attr":
+        constant = attribute(node)
+        return lambda values: constant
+    target: Any = node.target
+    target = _REPLACED.get(target, target)
+    writer = _Writer(slots)
+    positional = [writer.source(arg) for arg in node.args]
+    keywords = [f"{name}={writer.source(arg)}" for name, arg in node.kwargs.items()]
+    return eval(f"lambda values: target({', '.join([*positional, *keywords])})", {"target": target, **writer.constants})
+
+
+def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: int, depends_on: Sequence[frozenset[int]]) -> Callable[[Values], Any]:
+    """`evaluation` of the backward of a user's Function, which gets None for a gradient that autograd does not have.
+
+    Args:
+        node: The call.
+        slots: As for `evaluation`.
+        undefined: Where in the list the set of tangents stands that autograd has no gradient for, and fills with zeros.
+        depends_on: For each of the node's gradients the tangents that it depends on.
+    """
+    evaluate = evaluation(fx.Node(node.graph, node.name, "call_function", _arguments, node.args, {}), slots)
+
+    def run(values: Values) -> Any:
+        gradients, *others = evaluate(values)
+        missing = values[undefined]
+        if missing:
+            gradients = [None if needs and needs <= missing else one for one, needs in zip(gradients, depends_on, strict=True)]
+        return BACKWARD(gradients, *others)
+
+    return run
+
+
+def _arguments(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a `get_attr` node gets."""
+    owner: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+class _Writer:
+    """Writes arguments of FX nodes as Python source; what has no source becomes a named constant."""
+
+    def __init__(self, slots: Mapping[fx.Node, int]) -> None:
+        self._slots = slots
+        self.constants: dict[str, Any] = {}
+
+    def source(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return f"values[{self._slots[arg]}]"
+        if isinstance(arg, (list, tuple)) and type(arg).__name__ in ("list", "tuple", "immutable_list"):
+            parts = "".join(f"{self.source(part)}, " for part in arg)
+            return f"[{parts}]" if isinstance(arg, list) else f"({parts})"
+        if isinstance(arg, dict):
+            return "{" + "".join(f"{key!r}: {self.source(value)}, " for key, value in arg.items()) + "}"
+        if isinstance(arg, slice):
+            return f"slice({self.source(arg.start)}, {self.source(arg.stop)}, {self.source(arg.step)})"
+        if arg is None or type(arg) in (bool, int, str):
+            return repr(arg)
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = arg
+        return name

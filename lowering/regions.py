@@ -1,0 +1,239 @@
+"""Which nodes of a graph run in ONNX Runtime sessions and which in eager PyTorch between them, and in what order.
+
+For an ONNX Runtime without `PythonOp`: what it has no kernel for cannot run inside a session. A region is a set of nodes that one session
+computes. Views and sizes cost nothing and belong to no side: whoever reads them computes them from what they are views of.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.errors import LoweringError
+from ort_backend.lowering import symbolic
+from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.graph import DROPPED, GraphLowering
+from ort_backend.lowering.lowered import NotOnOrt
+from ort_backend.lowering.partition import is_random, shares_memory
+from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.provenance import operator_name
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+FUNCTION = "an autograd.Function runs the user's own Python"
+
+# A session's call costs about as much as this many calls of PyTorch's operators (measured: `benchmarks/regions.py`).
+LEAST_NODES = 4
+TOO_SMALL = f"fewer than {LEAST_NODES} nodes without a matrix product or convolution: a session for them would cost more than it saves"
+
+# Operators whose kernels take so long that the cost of a session's call does not count.
+_HEAVY = {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.convolution_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Nodes that run together, in order: in one session, or one after the other in eager PyTorch."""
+
+    nodes: tuple[fx.Node, ...]
+    on_ort: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A graph as a sequence of steps.
+
+    Attributes:
+        steps: In the order in which they run; no two neighbours are of one kind.
+        free: Nodes that are in no step: views, sizes and constants, which are computed wherever they are read.
+        reasons: Why each node in PyTorch is there, in graph order.
+    """
+
+    steps: tuple[Step, ...]
+    free: frozenset[fx.Node]
+    reasons: dict[fx.Node, str]
+
+
+def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str]) -> Schedule:
+    """Divides a graph into steps.
+
+    Args:
+        graph: A functional graph without dead code.
+        target: What the sessions run on.
+        refused: Nodes that must run in PyTorch whatever the target says, and why.
+    """
+    calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr") and not is_dropped(node)]
+    reasons = {**refused, **_not_on_ort(graph, calls, target, refused)}
+    free = frozenset(node for node in calls if node not in reasons and _is_free(node))
+    nodes = [node for node in calls if node not in free]
+    needs = {node: _needs(node, free) for node in nodes}
+    for before, after in _pairs([node for node in nodes if _keeps_its_place(node)]):
+        needs[after].add(before)
+    steps = _phases(nodes, needs, reasons)
+    while any(step.on_ort for step in steps) and len(steps) > 1:
+        small = [node for step in steps if step.on_ort and _is_small(step) for node in step.nodes]
+        if not small:
+            break
+        reasons.update(dict.fromkeys(small, TOO_SMALL))
+        steps = _phases(nodes, needs, reasons)
+    return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons})
+
+
+def is_dropped(node: fx.Node) -> bool:
+    """Whether a node is a check of the tracer, which nothing runs."""
+    return operator_name(node.target) in DROPPED
+
+
+def is_value(node: fx.Node) -> bool:
+    """Whether a node only picks one result of the node before it."""
+    return node.target is operator.getitem
+
+
+def frontier(nodes: Iterable[Any], free: frozenset[fx.Node]) -> list[fx.Node]:
+    """What must be there before `nodes` can be computed by way of free nodes only: themselves, where they are not free. In graph order."""
+    found: dict[fx.Node, None] = {}
+    waiting = [node for node in nodes if isinstance(node, fx.Node)]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node not in free:
+            found[node] = None
+            continue
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting.extend(new)
+    return sorted(found)
+
+
+def between(nodes: Iterable[fx.Node], free: frozenset[fx.Node]) -> list[fx.Node]:
+    """The free nodes by way of which `nodes` are computed, in graph order."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        new = [source for source in waiting.pop().all_input_nodes if source in free and source not in found]
+        found.update(new)
+        waiting.extend(new)
+    return sorted(found)
+
+
+# -- what ONNX Runtime can run
+
+
+def _not_on_ort(graph: fx.Graph, calls: Sequence[fx.Node], target: OrtTarget, refused: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """Why nodes do not run on ONNX Runtime, found by lowering the graph node by node; what cannot be lowered becomes an input."""
+    trial = GraphLowering(target, "trial", strict=True)
+    hidden: set[fx.Node] = set()  # values that ONNX cannot hold
+    reasons: dict[fx.Node, str] = {}
+
+    def enter(node: fx.Node) -> None:
+        fake = node.meta.get("val")
+        try:
+            if isinstance(fake, torch.Tensor) or symbolic.is_symbolic(fake):
+                trial.add_input(node, node.name)
+            else:
+                hidden.add(node)
+        except LoweringError:
+            hidden.add(node)
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            enter(node)
+    for node in calls:
+        if is_value(node) and node.args[0] in reasons:
+            reasons[node] = reasons[node.args[0]]  # type: ignore[index]
+        elif node in refused:
+            reasons[node] = refused[node]
+        elif (reason := _refusal(trial, node, hidden)) is not None:
+            reasons[node] = reason
+        if node in reasons:
+            enter(node)
+    return reasons
+
+
+def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str | None:
+    if node.target in (FORWARD, BACKWARD):
+        return FUNCTION
+    if is_random(node) or has_effect(node):
+        return "it draws random numbers or has effects, in the order of the program"
+    if any(source in hidden for source in node.all_input_nodes):
+        return "it reads what no ONNX graph can hold"
+    try:
+        trial.run([node])
+        if symbolic.is_symbolic(node.meta.get("val")):
+            trial.value(node)
+    except NotOnOrt as refusal:
+        return refusal.reason
+    except LoweringError as refusal:
+        return str(refusal).split("\n")[0]
+    return None
+
+
+def _is_free(node: fx.Node) -> bool:
+    return node.op == "get_attr" or symbolic.is_symbolic(node.meta.get("val")) or shares_memory(node, through_copies=False)
+
+
+def _keeps_its_place(node: fx.Node) -> bool:
+    """Whether a node must run behind all nodes like it that stand before it."""
+    return is_random(node) or has_effect(node) or node.target in (FORWARD, BACKWARD)
+
+
+# -- the order
+
+
+def _needs(node: fx.Node, free: frozenset[fx.Node]) -> set[fx.Node]:
+    """The nodes of steps that must run before `node`."""
+    return {source for source in frontier(node.all_input_nodes, free) if source.op != "placeholder"}
+
+
+def _pairs(nodes: Sequence[fx.Node]) -> Iterable[tuple[fx.Node, fx.Node]]:
+    return zip(nodes, nodes[1:])
+
+
+def _phases(nodes: Sequence[fx.Node], needs: dict[fx.Node, set[fx.Node]], reasons: dict[fx.Node, str]) -> tuple[Step, ...]:
+    """Steps with as few changes between ONNX Runtime and PyTorch as the dependencies allow, from whichever side it takes fewer."""
+    first, second = (_alternate(nodes, needs, reasons, on_ort) for on_ort in (True, False))
+    return first if len(first) <= len(second) else second
+
+
+def _alternate(nodes: Sequence[fx.Node], needs: dict[fx.Node, set[fx.Node]], reasons: dict[fx.Node, str], on_ort: bool) -> tuple[Step, ...]:
+    """Runs all that can be run on one side, then on the other, and so on."""
+    place = {node: i for i, node in enumerate(nodes)}
+    missing = {node: len(needs[node]) for node in nodes}
+    readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for source in needs[node]:
+            readers[source].append(node)
+    ready: dict[bool, list[int]] = {True: [], False: []}
+    for node in nodes:
+        if not missing[node]:
+            ready[node not in reasons].append(place[node])
+    steps: list[Step] = []
+    while ready[True] or ready[False]:
+        run: list[fx.Node] = []
+        while ready[on_ort]:
+            node = nodes[ready[on_ort].pop(0)]
+            run.append(node)
+            for reader in readers[node]:
+                missing[reader] -= 1
+                if not missing[reader]:
+                    bisect.insort(ready[reader not in reasons], place[reader])
+        if run:
+            steps.append(Step(tuple(sorted(run)), on_ort))
+        on_ort = not on_ort
+    return tuple(steps)
+
+
+def _is_small(step: Step) -> bool:
+    heavy = any(getattr(node.target, "overloadpacket", None) in _HEAVY for node in step.nodes)
+    return not heavy and sum(not is_value(node) for node in step.nodes) < LEAST_NODES

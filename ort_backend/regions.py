@@ -1,0 +1,324 @@
+"""Graphs for an ONNX Runtime without training kernels: sessions with eager PyTorch between them.
+
+AOTAutograd's min-cut partition gives a forward and a backward graph. `lowering.regions` divides each into steps; here the steps become
+sessions and callables over one list of values, which `runtime.region_graph` runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx
+
+from ort_backend.errors import LoweringError
+from ort_backend.joint import _add_outputs, _device, _input, _storage_order, _tangent_outputs
+from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.eager_nodes import evaluation, function_backward
+from ort_backend.lowering.function_site import SITES
+from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
+from ort_backend.lowering.partition import dependencies
+from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
+from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.provenance import operator_name, user_line
+from ort_backend.lowering.regions import FUNCTION, Schedule, Step, between, frontier, is_value, schedule
+from ort_backend.lowering.sizes import evaluator
+from ort_backend.runtime.binding import Output
+from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
+from ort_backend.runtime.session import Session
+from ort_backend.target import OrtTarget
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionLowering:
+    """A graph in regions.
+
+    Attributes:
+        regions: What the sessions are to be made of.
+        content: What is in the graph, for the report.
+        plan: From those sessions, what runs.
+    """
+
+    regions: tuple[LoweredGraph, ...]
+    content: Content
+    plan: Callable[[Sequence[Session]], RegionPlan]
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """A joint graph as a forward and a backward graph.
+
+    Attributes:
+        forward: What AOTAutograd is handed as forward.
+        backward: Likewise.
+        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    tangent_outputs: tuple[int, ...] | None
+
+
+def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any]) -> Halves:
+    """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
+    tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    places = _tangent_outputs(joint.graph, num_fwd_outputs, tangents)
+    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    return Halves(forward, backward, places)
+
+
+def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str) -> RegionLowering:
+    """Lowers a forward-only, forward or backward graph.
+
+    Raises:
+        LoweringError: `strict` is set and a node does not run on ONNX Runtime.
+    """
+    graph = module.graph
+    unwrap_effects(graph)
+    draws = hoist(graph).draws
+    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
+    refused: dict[fx.Node, str] = {}
+    while True:
+        plan = schedule(graph, target, refused)
+        try:
+            regions = _Regions(graph, plan, target, name)
+            break
+        except _Refused as refusal:  # a region saw less than the whole graph did
+            refused[refusal.node] = refusal.reason
+    outside = [Outside(operator_name(node.target), reason, user_line(node)) for node, reason in plan.reasons.items() if _counts(node, reason)]
+    if strict and outside:
+        raise NotOnOrt(outside[0].operator, outside[0].reason, outside[0].where)
+    models = tuple(region.lowered for region in regions.of_step.values())
+    functions = [node for step in plan.steps for node in step.nodes if node.target is FORWARD]
+    content = Content(
+        outside=tuple(outside),
+        fx_nodes=sum(not is_value(node) for step in plan.steps for node in step.nodes),
+        onnx_nodes=sum(model.onnx_nodes for model in models),
+        kept_bytes=_kept_bytes(graph),
+        functions=tuple(SITES[node.args[2]].name for node in functions),  # type: ignore[index]
+        sessions=len(models),
+        python_nodes=False,
+    )
+    return RegionLowering(models, content, lambda sessions: _Writer(graph, plan, regions, sessions, draws).plan())
+
+
+def _counts(node: fx.Node, reason: str) -> bool:
+    return reason != FUNCTION and not is_value(node) and node.op == "call_function"
+
+
+class _Refused(Exception):
+    """A node that a region cannot run after all."""
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        self.node, self.reason = node, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """One session to be.
+
+    Attributes:
+        lowered: Its ONNX graph.
+        inputs: The nodes whose values it takes.
+        outputs: What it gives back.
+        results: The nodes that `outputs` are the values of.
+        fetched: The node of each output of the ONNX graph.
+    """
+
+    lowered: LoweredGraph
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[Output, ...]
+    results: tuple[fx.Node, ...]
+    fetched: tuple[fx.Node, ...]
+
+
+class _Regions:
+    """The regions of a graph, each lowered by itself."""
+
+    def __init__(self, graph: fx.Graph, plan: Schedule, target: OrtTarget, name: str) -> None:
+        self._plan, self._target, self._name = plan, target, name
+        read = _read_outside(graph, plan)
+        self.of_step: dict[int, _Region] = {}
+        for i, step in enumerate(plan.steps):
+            if step.on_ort:
+                self.of_step[i] = self._lower(step, [node for node in step.nodes if node in read[i]], f"{name}_{len(self.of_step)}")
+
+    def _lower(self, step: Step, results: Sequence[fx.Node], name: str) -> _Region:
+        inside = set(step.nodes)
+        inputs = [node for node in frontier([s for n in step.nodes for s in n.all_input_nodes], self._plan.free) if node not in inside]
+        lowering = GraphLowering(self._target, name, strict=True)
+        for node in inputs:
+            fake = node.meta["val"]
+            if isinstance(fake, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+                lowering.add_input(node, node.name)
+            else:
+                lowering.bind(node, fake)
+        for node in sorted([*step.nodes, *between(step.nodes, self._plan.free)]):
+            try:
+                lowering.run([node])
+            except NotOnOrt as refusal:
+                raise _Refused(node, refusal.reason) from None
+            except LoweringError as refusal:
+                raise _Refused(node, str(refusal).split("\n")[0]) from None
+        outputs, fetched = _add_outputs(lowering, results, inputs)
+        lowered = lowering.finish()
+        return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
+
+
+def _drop_unused_inputs(graph: ir.Graph, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Removes the inputs that nothing reads; returns the nodes of the others."""
+    by_name = {node.name: node for node in nodes}
+    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+        graph.inputs.remove(value)
+    return tuple(by_name[str(value.name)] for value in graph.inputs)
+
+
+def _read_outside(graph: fx.Graph, plan: Schedule) -> dict[int, set[fx.Node]]:
+    """For each step, which of its nodes other steps read, or are results of the graph or what results are views of."""
+    step_of = {node: i for i, step in enumerate(plan.steps) for node in step.nodes}
+    read: dict[int, set[fx.Node]] = {i: set() for i in range(len(plan.steps))}
+    for i, step in enumerate(plan.steps):
+        for source in frontier([source for node in step.nodes for source in node.all_input_nodes], plan.free):
+            if step_of.get(source, i) != i:
+                read[step_of[source]].add(source)
+    for node in frontier(_results(graph), plan.free):
+        if node in step_of:
+            read[step_of[node]].add(node)
+    return read
+
+
+def _results(graph: fx.Graph) -> list[Any]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+class _Writer:
+    """Writes the steps of a graph over one list of values."""
+
+    def __init__(self, graph: fx.Graph, plan: Schedule, regions: _Regions, sessions: Sequence[Session], draws: Sequence[Any]) -> None:
+        self._graph, self._schedule, self._regions, self._draws = graph, plan, regions, tuple(draws)
+        self._sessions = iter(sessions)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        arguments = [node for node in placeholders if "draw" not in node.meta]
+        self._arguments = arguments
+        self._slots = {node: i for i, node in enumerate([*arguments, *(node for node in placeholders if "draw" in node.meta)])}
+        self._undefined = len(self._slots)  # behind the arguments and the draws
+        self._size = self._undefined + 1
+        self._steps: list[EagerStep | SessionStep] = []
+        self._reads: list[list[int]] = []
+        self._tangents = [node for node in arguments if node.name.startswith("tangents")]
+
+    def plan(self) -> RegionPlan:
+        for i, step in enumerate(self._schedule.steps):
+            if step.on_ort:
+                self._session(self._regions.of_step[i])
+            else:
+                for node in step.nodes:
+                    self._eager(node)
+        results = _results(self._graph)
+        for node in results:
+            if isinstance(node, fx.Node):
+                self._need(node)
+        return RegionPlan(
+            steps=tuple(self._steps),
+            freed=self._freed({self._slots[node] for node in results if isinstance(node, fx.Node)}),
+            size=self._size,
+            results=tuple(self._slots[node] if isinstance(node, fx.Node) else None for node in results),
+            constants=tuple(None if isinstance(node, fx.Node) else node for node in results),
+            draws=self._draws,
+            depends_on=self._depend_on(results),
+        )
+
+    def _depend_on(self, gradients: Any) -> tuple[frozenset[int], ...]:
+        return dependencies([node for node in self._graph.nodes if node.op == "call_function"], self._tangents, gradients)
+
+    def _slot(self, node: fx.Node) -> int:
+        if node not in self._slots:
+            self._slots[node] = self._size
+            self._size += 1
+        return self._slots[node]
+
+    def _need(self, node: fx.Node) -> None:
+        """Computes a free node, unless that is done already."""
+        if node not in self._slots:
+            self._eager(node)
+
+    def _eager(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            self._need(source)
+        if node.target is BACKWARD:
+            run = function_backward(node, self._slots, self._undefined, self._depend_on(node.args[0]))
+        else:
+            run = evaluation(node, self._slots)
+        self._reads.append([self._slots[source] for source in node.all_input_nodes])
+        self._steps.append(EagerStep(run, self._slot(node)))
+
+    def _session(self, region: _Region) -> None:
+        for node in region.inputs:
+            self._need(node)
+        inputs = tuple(_input(self._slots[node], node.meta["val"]) for node in region.inputs)
+        self._reads.append([one.position for one in inputs])
+        self._steps.append(
+            SessionStep(
+                session=next(self._sessions),
+                inputs=inputs,
+                outputs=region.outputs,
+                results=tuple(self._slot(node) for node in region.results),
+                devices=tuple(_device(node) for node in region.fetched),
+                shapes=self._shapes(region),
+            )
+        )
+
+    def _shapes(self, region: _Region) -> Callable[[Sequence[Any]], Sequence[tuple[int, ...]]] | None:
+        """The shapes of the region's outputs as ONNX has them; None if one is not known before it ran, or is a number's."""
+        fakes = [node.meta["val"] for node in region.fetched]
+        if any(one.source != "fetch" or one.dtype is None for one in region.outputs) or any(fake.is_complex() for fake in fakes):
+            return None
+        sizes = [fake.shape if (order := _storage_order(fake)) is None else [fake.shape[d] for d in order] for fake in fakes]
+        known = evaluator([size for shape in sizes for size in shape], self._arguments)
+        if known is None:
+            return None
+        ends = [sum(map(len, sizes[: i + 1])) for i in range(len(sizes))]
+        starts = [0, *ends]
+
+        def shapes(args: Sequence[Any]) -> list[tuple[int, ...]]:
+            numbers = known(args)
+            return [numbers[start:end] for start, end in zip(starts, ends)]
+
+        if all(isinstance(size, int) for shape in sizes for size in shape):
+            constant = shapes(())
+            return lambda args: constant
+        return shapes
+
+    def _freed(self, kept: set[int]) -> tuple[tuple[int, ...], ...]:
+        """For each step, the places that no later step reads and that are no results."""
+        freed: list[tuple[int, ...]] = []
+        seen = {*kept, self._undefined}
+        for step, reads in zip(reversed(self._steps), reversed(self._reads), strict=True):
+            written = step.results if isinstance(step, SessionStep) else (step.result,)
+            last = {place for place in (*reads, *written) if place not in seen}
+            seen |= last
+            freed.append(tuple(sorted(last)))
+        return tuple(reversed(freed))
+
+
+def _kept_bytes(graph: fx.Graph) -> int:
+    """Bytes of what a backward graph gets from its forward, for the example sizes, without parameters and inputs."""
+    saved = [node for node in graph.nodes if node.op == "placeholder" and not node.name.startswith(("tangents", "primals", "random"))]
+    backward = any(node.name.startswith("tangents") for node in graph.nodes)
+    return sum(_bytes(node.meta.get("val")) for node in saved) if backward else 0
+
+
+def _bytes(fake: Any) -> int:
+    if not isinstance(fake, torch.Tensor):
+        return 0
+    return math.prod(_hint(size) for size in fake.shape) * fake.element_size()
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else size.node.hint or 1

@@ -1,0 +1,206 @@
+"""A graph as a sequence of sessions with eager PyTorch between them: for an ONNX Runtime that cannot run a whole training graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import onnxruntime as ort
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
+from ort_backend.runtime.owner import Owner
+from ort_backend.runtime.session import ORT_ERRORS, Session
+
+Values = list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class EagerStep:
+    """A call of PyTorch.
+
+    Attributes:
+        run: Computes the result from the list of values.
+        result: Where in the list it goes.
+    """
+
+    run: Callable[[Values], Any]
+    result: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionStep:
+    """A run of a session.
+
+    Attributes:
+        session: The session.
+        inputs: Its inputs; positions are places in the list of values.
+        outputs: What goes back into the list: fetches of the session.
+        results: Where in the list each of them goes.
+        devices: The device of each output of the ONNX graph.
+        shapes: From the graph's arguments, the shape of each output of the ONNX graph; None where it is not known before the run, so that
+            ONNX Runtime allocates.
+    """
+
+    session: Session
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    results: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+    shapes: Callable[[Sequence[Any]], Sequence[tuple[int, ...]]] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionPlan:
+    """What a graph of regions takes, does and gives.
+
+    The list of values starts with the callable's arguments, the draws and the set of undefined tangents.
+
+    Attributes:
+        steps: In the order in which they run.
+        freed: For each step, the places in the list that nothing reads after it.
+        size: Length of the list.
+        results: The callable's results: a place in the list, or None for a constant.
+        constants: For each result its value where it is a constant.
+        draws: Random tensors, drawn from PyTorch's generator in this order before the first step, from the callable's arguments.
+        depends_on: For each result, the tangents that it depends on.
+    """
+
+    steps: tuple[EagerStep | SessionStep, ...]
+    freed: tuple[tuple[int, ...], ...]
+    size: int
+    results: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
+    depends_on: tuple[frozenset[int], ...] = ()
+
+
+class RegionGraph:
+    """A boxed callable: takes a list of arguments, which it empties, and returns the list of results."""
+
+    _boxed_call = True
+
+    def __init__(self, plan: RegionPlan, count: Callable[[], None]) -> None:
+        self._plan = plan
+        self._count = count
+        self._sessions = [step.session for step in plan.steps if isinstance(step, SessionStep)]
+        shapes: list[Any] = []
+        self._steps: list[tuple[Callable[[Values, Any], None], tuple[int, ...]]] = []
+        for step, freed in zip(plan.steps, plan.freed, strict=True):
+            if isinstance(step, EagerStep):
+                self._steps.append((_eager(step), freed))
+            else:
+                self._steps.append((_session(step, len(shapes)), freed))
+                shapes.append(step.shapes)
+        self._shapes = shapes
+        self._results = list(zip(plan.results, plan.constants, strict=True))
+        self._owner = Owner(self.release)
+        self.depends_on = plan.depends_on
+        self.beside: list[RegionGraph] = []
+
+    def __call__(self, args: Values, undefined: frozenset[int] = frozenset()) -> Values:
+        plan = self._plan
+        self._count()
+        self._owner.watch(args)
+        shapes = [shape if shape is None else shape(args) for shape in self._shapes]
+        values = [*args, *[draw(args) for draw in plan.draws], undefined]
+        values.extend([None] * (plan.size - len(values)))
+        args.clear()
+        for step, freed in self._steps:
+            step(values, shapes)
+            for place in freed:
+                values[place] = None
+        if undefined:
+            values = [*values, None]
+            places = [len(values) - 1 if needs and needs <= undefined else place for place, needs in zip(plan.results, plan.depends_on, strict=True)]
+            return [constant if place is None else values[place] for place, constant in zip(places, plan.constants)]
+        return [constant if place is None else values[place] for place, constant in self._results]
+
+    def release(self) -> None:
+        """Closes the sessions, and those of the graphs `beside`, until the next call."""
+        for graph in (self, *self.beside):
+            for session in graph._sessions:
+                session.close()
+
+
+def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
+    run, result = step.run, step.result
+
+    def call(values: Values, shapes: Any) -> None:
+        values[result] = run(values)
+
+    return call
+
+
+def _session(step: SessionStep, index: int) -> Callable[[Values, Any], None]:
+    session, results = step.session, step.results
+    feed, fetch = feeder(step.inputs), fetcher(step.outputs)
+    allocate = allocator(step.outputs, step.devices) if step.shapes is not None else None
+    devices = [ort_device(device) for device in step.devices]
+    options = ort.RunOptions()
+
+    def call(values: Values, shapes: Any) -> None:
+        fetches = C.OrtValueVector()
+        tensors = None if allocate is None else allocate(shapes[index], fetches)
+        run = session.open().run_with_ortvaluevector
+        try:
+            run(options, session.inputs, feed(values), session.outputs, fetches, devices)
+        except ORT_ERRORS as error:
+            raise session.failure(error) from None
+        for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):
+            values[place] = value
+
+    return call
+
+
+class _Undefined(threading.local):
+    """The tangents without a gradient of the backward that is about to run on this thread."""
+
+    tangents: frozenset[int] = frozenset()
+
+
+class RegionTraining:
+    """A forward and its backward, each a graph of regions. Autograd keeps what the one saves for the other.
+
+    Args:
+        forward: Returns outputs and saved values.
+        backward: Takes saved values and tangents.
+        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
+        has_functions: Whether a user's Function runs in the backward.
+    """
+
+    def __init__(self, forward: RegionGraph, backward: RegionGraph, tangent_outputs: tuple[int, ...] | None, *, has_functions: bool) -> None:
+        self._forward, self._backward = forward, backward
+        forward.beside.append(backward)
+        self._places = tangent_outputs
+        self._undefined = _Undefined()
+        tangents = len(tangent_outputs or ())
+        partial = any(needs and len(needs) < tangents for needs in backward.depends_on) or (has_functions and tangents > 1)
+        self.gradients_may_be_undefined = tangent_outputs is not None and partial
+
+    def forward(self, args: Values) -> Values:
+        """Takes the primals (the list is emptied); returns outputs and saved values."""
+        return self._forward(args)
+
+    def backward(self, args: Values) -> Values:
+        """Takes saved values and tangents (the list is emptied); returns the gradients."""
+        undefined, self._undefined.tangents = self._undefined.tangents, frozenset()
+        return self._backward(args, undefined)
+
+    def watch_undefined(self, results: Sequence[Any]) -> None:
+        """Lets the backward of the forward that gave `results` see which of them have no gradient.
+
+        Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
+        """
+        node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
+        if node is None:
+            return
+        waiting, places = self._undefined, self._places or ()
+
+        def note(gradients: Sequence[Any]) -> None:
+            waiting.tangents = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+
+        node.register_prehook(note)
