@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,14 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints to st
 
 import onnxruntime
 import torch
-import torch._dynamo
 from rich.console import Console
 from rich.table import Table
 from torch._inductor import config as inductor_config
 
 import ort_backend
 from benchmarks.families import FAMILIES, family
-from benchmarks.models import DEFAULT, WORKLOADS, Workload, loss_of
+from benchmarks.models import DEFAULT, WORKLOADS, Workload
+from benchmarks.training import Trainer
 
 console = Console(width=150)
 
@@ -60,32 +59,13 @@ class Kernel:
     milliseconds: float
 
 
-class Trainer:
-    """A workload under one backend."""
-
-    def __init__(self, workload: Workload, compile_: Callable[[Any], Any]) -> None:
-        torch._dynamo.reset()
-        self.model, self._batches = workload.build()
-        self._compiled = compile_(self.model)
-
-    def run(self, steps: int) -> float:
-        """Median milliseconds of a step."""
-        times = []
-        for i in range(steps):
-            self.model.zero_grad()
-            started = time.perf_counter()
-            loss_of(self._compiled(**self._batches[i % len(self._batches)])).backward()
-            times.append((time.perf_counter() - started) * 1e3)
-        return statistics.median(times)
-
-
 def ort_kernels(workload: Workload, steps: int) -> tuple[list[Kernel], float]:
     """What ONNX Runtime's profile says of every node, medians over the steps; and the milliseconds of a whole step."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"session_options": {"enable_profiling": True, "profile_file_prefix": f"{folder}/profile"}}
-        trainer = Trainer(workload, lambda model: torch.compile(model, backend="ort_training", options=options))
-        trainer.run(WARM)
-        whole = trainer.run(steps)
+        trainer = Trainer(workload, "ort_training", options=options)
+        trainer.median(WARM)
+        whole = trainer.median(steps) * 1e3
         sessions = [found for found in gc.get_objects() if type(found) is onnxruntime.InferenceSession]
         files = {session.end_profiling() for session in sessions} - {""}
         events = [event for file in files for event in json.loads(Path(file).read_text())]
@@ -111,10 +91,10 @@ def _onnx_shapes(inputs: list[dict[str, list[int]]]) -> str:
 def torch_kernels(workload: Workload, backend: str, steps: int) -> tuple[list[Kernel], float]:
     """What torch's profiler says of every operator: its own time, without that of operators it calls; and the milliseconds of a whole step."""
     inductor_config.cpp.enable_kernel_profile = True  # names for inductor's generated kernels
-    trainer = Trainer(workload, lambda model: model if backend == "eager" else torch.compile(model, backend=backend))
-    trainer.run(WARM)
+    trainer = Trainer(workload, backend)
+    trainer.median(WARM)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-        whole = trainer.run(steps)
+        whole = trainer.median(steps) * 1e3
     seen = [one for one in profiler.key_averages(group_by_input_shape=True) if _is_kernel(one.key)]
     return [
         Kernel(one.key, one.key, _torch_shapes(one.input_shapes), one.count / steps, one.self_cpu_time_total / steps / 1e3) for one in seen

@@ -185,7 +185,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.down[0](self.first(x))
         aside = []
-        for shrink, block in zip(self.shrink, self.down[1:]):  # type: ignore[arg-type]
+        for shrink, block in zip(self.shrink, self.down[1:]):
             aside.append(x)
             x = block(shrink(x))
         for block in self.up:
