@@ -1,0 +1,98 @@
+"""Operators that AOTAutograd takes apart whatever its table says, kept whole while it traces.
+
+They have a Python kernel for Autograd and CompositeImplicitAutograd (`OpOverload.py_kernels`, read in torch 2.13), which runs above the tracer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp import meta_table
+from torch._decomp.decompositions import upsample_compute_output_size
+
+aten = torch.ops.aten
+
+_AVERAGING = (
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_trilinear3d,
+    aten.upsample_bicubic2d,
+    aten._upsample_bilinear2d_aa,
+    aten._upsample_bicubic2d_aa,
+)
+_NEAREST = (
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d,
+    aten._upsample_nearest_exact3d,
+)
+_ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextlib.contextmanager
+def whole_interpolation() -> Iterator[None]:
+    """While AOTAutograd traces: `upsample_*` and its backward are one node each, instead of the index arithmetic of their decompositions."""
+    with contextlib.ExitStack() as stack:
+        for packet in (*_AVERAGING, *_NEAREST):
+            for key in _ABOVE_TRACER:
+                stack.enter_context(_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))
+                stack.enter_context(_kernel(packet.default, key, None))
+            backward = getattr(aten, f"{packet.default._schema.name.removeprefix('aten::')}_backward").default
+            if DispatchKey.Meta not in backward.py_kernels:  # its kernel for meta tensors is C++, which knows no symbolic sizes
+                stack.enter_context(_kernel(backward, DispatchKey.Meta, _shape_of_gradient))
+                stack.enter_context(_in_meta_table(backward))
+        yield
+
+
+def _by_size(target: torch._ops.OpOverload, averaging: bool) -> Callable[..., torch.Tensor]:
+    """What `target.vec` does: works out the size and calls `target`."""
+
+    def resize(input: torch.Tensor, output_size: Sequence[Any] | None, *rest: Any) -> torch.Tensor:
+        factors = rest[-1]
+        size = upsample_compute_output_size(input.size(), output_size, factors)
+        scales = list(factors) if factors else [None] * len(size)
+        return target(input, size, rest[0], *scales) if averaging else target(input, size, *scales)
+
+    return resize
+
+
+def _shape_of_gradient(grad_output: torch.Tensor, output_size: Sequence[Any], input_size: Sequence[Any], *rest: Any, **more: Any) -> torch.Tensor:
+    return grad_output.new_empty(input_size)
+
+
+@contextlib.contextmanager
+def _kernel(target: torch._ops.OpOverload, key: DispatchKey, function: Callable[..., Any] | None) -> Iterator[None]:
+    """`target` with another Python kernel for `key`, or with none."""
+    before = target.py_kernels.get(key)
+    _set_kernel(target, key, function)
+    try:
+        yield
+    finally:
+        _set_kernel(target, key, before)
+
+
+def _set_kernel(target: torch._ops.OpOverload, key: DispatchKey, function: Any) -> None:
+    if function is None:
+        target.py_kernels.pop(key, None)
+    else:
+        target.py_kernels[key] = function
+    target._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _in_meta_table(target: torch._ops.OpOverload) -> Iterator[None]:
+    """While fake tensors ask for it, `target` has a kernel for meta tensors in Python."""
+    missing = target not in meta_table
+    if missing:
+        meta_table[target] = _shape_of_gradient
+    try:
+        yield
+    finally:
+        if missing:
+            del meta_table[target]
