@@ -2,6 +2,7 @@
 #   make train   train a character-level GPT on ONNX Runtime and compare it with eager PyTorch
 #   make test    run the tests
 #   make lint    ruff and mypy
+#   make benchmark   measure three models in eager PyTorch, inductor and on ONNX Runtime (a few minutes)
 PYTHON ?= python3.11
 VENV ?= .venv
 WORKERS ?= 2
@@ -10,10 +11,13 @@ ARGS ?=
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
 
-.PHONY: train test lint format clean
+.PHONY: train benchmark test lint format clean
 
 train: $(VENV)/installed-examples
 	$(VENV)/bin/python examples/train_gpt.py $(ARGS)
+
+benchmark: $(VENV)/installed-benchmarks
+	$(VENV)/bin/python -m benchmarks run --quick $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
