@@ -175,6 +175,8 @@ class GraphLowering:
         for name, value in list(self.graph.initializers.items()):
             if value not in used:
                 del self.graph.initializers[name]
+        for node in self.graph:  # a user's lowering may write operators of a domain of its own
+            self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
         kept = kept_bytes(self.graph, self._hints)
         functions = self._functions.calls

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ort_backend.compiler import ort_training
-    from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, SessionError, VerificationError
+    from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, PassError, SessionError, VerificationError
     from ort_backend.graph_report import report
     from ort_backend.lowering.function_behaviour import register_fake
     from ort_backend.lowering.registry import register as register_lowering
@@ -27,6 +27,7 @@ __all__ = [
     "LoweringError",
     "OptionError",
     "OrtBackendError",
+    "PassError",
     "SessionError",
     "VerificationError",
     "__version__",
@@ -43,6 +44,7 @@ _HOMES = {
     "LoweringError": ("ort_backend.errors", "LoweringError"),
     "OptionError": ("ort_backend.errors", "OptionError"),
     "OrtBackendError": ("ort_backend.errors", "OrtBackendError"),
+    "PassError": ("ort_backend.errors", "PassError"),
     "SessionError": ("ort_backend.errors", "SessionError"),
     "VerificationError": ("ort_backend.errors", "VerificationError"),
     "ort_training": ("ort_backend.compiler", "ort_training"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from ort_backend.runtime.region_graph import RegionGraph, RegionTraining
 from ort_backend.runtime.session import Session, SessionConfig
 from ort_backend.runtime.training_graph import TrainingGraph
 from ort_backend.target import OrtTarget
+from ort_backend.user_passes import name_of, run_fx_passes, run_onnx_passes
 from ort_backend.verify import verified
 
 log = logging.getLogger(__name__)
@@ -109,12 +111,14 @@ class _Compilation:
 
     def compile_joint(self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's `partition_fn`."""
+        with self._phase("lowering"):
+            joint = run_fx_passes(self.settings.fx_passes, joint)
         if not self.target.whole_graphs:
             return self._compile_regions(joint, joint_inputs, num_fwd_outputs, rest)
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(joint)
-            made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name)
+            made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
         self._content = made.lowered.content
         self._training = TrainingGraph(self._session(made.lowered, self.dump), made.plan, self._counts)
         return halves(joint, made.partition, made.plan.saved_outputs)
@@ -134,12 +138,14 @@ class _Compilation:
 
     def compile_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `inference_compiler`."""
+        with self._phase("lowering"):
+            module = run_fx_passes(self.settings.fx_passes, module)
         if not self.target.whole_graphs:
             return boxed(self._own_python(self._region_graph(module, "", self._counts.ran_forward)))
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(module)
-            lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name)
+            lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
         session = self._session(lowered, self.dump) if plan.fetch_devices else None
         self._content = lowered.content
         return boxed(self._own_python(InferenceGraph(session, plan, self._counts)))
@@ -161,12 +167,21 @@ class _Compilation:
             dump.graph(module)
         with self._phase("lowering"):
             made = regions.lower(module, self.target, strict=self.settings.strict, name=self.name + part)
-        several = len(made.regions) > 1
-        sessions = [self._session(one, dump and dump.part(f".{i}" if several else "")) for i, one in enumerate(made.regions)]
-        self._content = made.content if self._content is None else self._content.and_of(made.content)
+            rewritten = [self._rewrite(one) for one in made.regions]
+        several = len(rewritten) > 1
+        sessions = [self._session(one, dump and dump.part(f".{i}" if several else "")) for i, one in enumerate(rewritten)]
+        content = dataclasses.replace(made.content, onnx_nodes=sum(one.onnx_nodes for one in rewritten))
+        self._content = content if self._content is None else self._content.and_of(content)
         return RegionGraph(made.plan(sessions), count)
 
     # What all have in common.
+
+    def _rewrite(self, lowered: LoweredGraph) -> LoweredGraph:
+        """The graph behind the user's ONNX passes."""
+        if not self.settings.onnx_passes:
+            return lowered
+        model = run_onnx_passes(self.settings.onnx_passes, lowered.model)
+        return dataclasses.replace(lowered, model=model, onnx_nodes=len(model.graph))
 
     def _session(self, lowered: LoweredGraph, dump: debug.Dump | None) -> Session:
         with self._phase("session"):
@@ -200,7 +215,7 @@ class _Compilation:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
         kind = "inference" if self._training is None else "training"
-        made = graph_report.add(self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined)
+        made = graph_report.add(self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes())
         log.info("%s", made.summary())
         for one in made.outside:
             if (one.operator, one.reason) not in _warned:
@@ -210,6 +225,9 @@ class _Compilation:
                     *(one.operator, one.count, self.name, one.reason, f". First at {one.where}" if one.where else ""),
                 )
         return made
+
+    def _passes(self) -> tuple[str, ...]:
+        return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, telling the training graph which outputs had no gradient where that decides between zeros and `None`."""
@@ -281,7 +299,7 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
         tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
-    return capabilities.target(provider, settings.opset)
+    return capabilities.target(provider, settings.opset, settings.custom_op_libraries)
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.

@@ -69,7 +69,7 @@ class Dump:
 
 def _script(gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, constants: str) -> str:
     source = gm.print_readable(print_output=False)
-    plain = [field.name for field in dataclasses.fields(options) if field.name not in ("dump_dir", "verify", "guard_log")]
+    plain = [field.name for field in dataclasses.fields(options) if field.name not in ("dump_dir", "verify", "guard_log", "fx_passes", "onnx_passes")]
     changed = {name: getattr(options, name) for name in plain if getattr(options, name) != getattr(CompileOptions(), name)}
     return f'''"""Runs one graph in eager PyTorch and through backend="ort_training", and compares outputs and gradients. Inputs are random."""
 

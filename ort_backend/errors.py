@@ -19,6 +19,10 @@ class LoweringError(OrtBackendError):
     """A node of the FX graph cannot be expressed in ONNX, or `strict` forbids how it would be."""
 
 
+class PassError(OrtBackendError):
+    """A pass of the user's (`fx_passes`, `onnx_passes`) raised, or left a graph that cannot be used."""
+
+
 class SessionError(OrtBackendError):
     """ONNX Runtime rejected a model, or failed while it ran one."""
 

@@ -51,6 +51,7 @@ class GraphReport:
         functions: Calls of users' `torch.autograd.Function`s: each is one `PythonOp`, whose Python is the user's own.
         inlined_functions: Such calls whose forward and backward were traced into operators instead.
         outside: What runs as `PythonOp`, most frequent first.
+        passes: The user's passes that it went through, FX passes first.
         capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
         lowering_seconds: Time to write the ONNX graph.
         session_seconds: Time to make the ONNX Runtime session.
@@ -72,6 +73,7 @@ class GraphReport:
     session_seconds: float
     kept_bytes: int
     counts: RunCounts
+    passes: tuple[str, ...] = ()
 
     @property
     def python_ops(self) -> int:
@@ -85,6 +87,7 @@ class GraphReport:
         outside = f"{self.python_ops} as PythonOp ({outside})" if outside else "0 as PythonOp"
         functions = f"{self.functions} autograd.Functions as PythonOp, " if self.functions else ""
         functions += f"{self.inlined_functions} autograd.Functions inline, " if self.inlined_functions else ""
+        functions += f"behind the passes {', '.join(self.passes)}, " if self.passes else ""
         return f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} ONNX nodes, {functions}{outside}; {seconds}"
 
 
@@ -122,7 +125,16 @@ def next_name() -> str:
     return f"graph_{next(_numbers)}"
 
 
-def add(name: str, kind: str, function: str, content: Content, seconds: Mapping[str, float], counts: RunCounts, inlined: int = 0) -> GraphReport:
+def add(
+    name: str,
+    kind: str,
+    function: str,
+    content: Content,
+    seconds: Mapping[str, float],
+    counts: RunCounts,
+    inlined: int = 0,
+    passes: tuple[str, ...] = (),
+) -> GraphReport:
     """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
     made = GraphReport(
         name=name,
@@ -138,6 +150,7 @@ def add(name: str, kind: str, function: str, content: Content, seconds: Mapping[
         session_seconds=seconds["session"],
         kept_bytes=content.kept_bytes,
         counts=counts,
+        passes=passes,
     )
     _graphs.append(made)
     return made
@@ -164,7 +177,8 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
     for graph in graphs:
         seconds = " + ".join(f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds))
         nodes = (str(graph.onnx_nodes - graph.python_ops), f"{graph.python_ops} + {_functions(graph)}")
-        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function), *nodes, seconds, _kept(graph), _runs(graph))
+        passes = f"\nbehind {', '.join(graph.passes)}" if graph.passes else ""
+        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function) + passes, *nodes, seconds, _kept(graph), _runs(graph))
     return table
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -43,8 +43,16 @@ class TrainingLowering:
     partition: JointPartition
 
 
-def lower_joint(module: fx.GraphModule, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str) -> TrainingLowering:
-    """Lowers a joint graph into one ONNX graph: forward nodes, `YieldOp`, backward nodes, gradients as outputs."""
+Rewrite = Callable[[LoweredGraph], LoweredGraph]
+
+
+def lower_joint(
+    module: fx.GraphModule, num_fwd_outputs: int, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
+) -> TrainingLowering:
+    """Lowers a joint graph into one ONNX graph: forward nodes, `YieldOp`, backward nodes, gradients as outputs.
+
+    `rewrite` sees the result first; it keeps inputs, outputs and the `YieldOp`.
+    """
     graph = module.graph
     unwrap_effects(graph)
     hoisted = hoist(graph)
@@ -59,7 +67,8 @@ def lower_joint(module: fx.GraphModule, num_fwd_outputs: int, target: OrtTarget,
     for value in values:
         # The user holds this memory. As a graph output (never fetched as one) no node of the backward may write its own result there.
         lowering.add_output(value)
-    lowered = lowering.finish()
+    lowered = rewrite(lowering.finish())
+    values = list(lowered.model.graph.outputs)[-len(values) :]
     read = read_behind_yield(lowered.model.graph, values)
     plan = TrainingPlan(
         inputs=inputs,
@@ -79,8 +88,10 @@ def lower_joint(module: fx.GraphModule, num_fwd_outputs: int, target: OrtTarget,
     return TrainingLowering(lowered, plan, partition)
 
 
-def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str) -> tuple[LoweredGraph, InferencePlan]:
-    """Lowers a graph that needs no gradient into one ONNX graph."""
+def lower_inference(
+    graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
+) -> tuple[LoweredGraph, InferencePlan]:
+    """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     unwrap_effects(graph)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
@@ -94,7 +105,7 @@ def lower_inference(graph: fx.Graph, target: OrtTarget, *, strict: bool, name: s
     lowering.run(calls)
     outputs, fetched = _add_outputs(lowering, results, primals, views=True)
     plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(_device(node) for node in fetched))
-    return lowering.finish(), plan
+    return rewrite(lowering.finish()), plan
 
 
 def _add_inputs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ort_backend.errors import OptionError
@@ -22,11 +22,17 @@ class CompileOptions:
             on the CPU provider, CUDA tensors on the CUDA provider.
         provider_options: Options of that provider, as `onnxruntime.InferenceSession(provider_options=[...])` takes them.
         session_options: Attributes of `onnxruntime.SessionOptions` by name (`{"intra_op_num_threads": 4}`); a name with a dot is a
-            session configuration entry (`{"session.intra_op.allow_spinning": "1"}`).
+            session configuration entry (`{"session.intra_op.allow_spinning": "1"}`). `"custom_op_libraries"` is a list of paths of shared
+            libraries with operators for ONNX Runtime, which a lowering of yours may then write.
         opset: ONNX operator set of the generated graphs, 18 to 21.
         autograd_functions: What a `torch.autograd.Function` becomes. `"opaque"`: one node whose forward and backward run the user's own
             Python, whatever it does. `"inline"`: the operators that its forward and backward consist of, where they can be traced, which is
             the fast way for small pointwise Functions; where they cannot, the graph breaks.
+        fx_passes: Functions that AOTAutograd's graph goes through before it is lowered, in this order: the joint graph of forward and backward,
+            or the graph of a forward alone. Each takes an `fx.GraphModule` of ATen operators and changes it in place, or returns another one.
+            Placeholders and the number of results must stay; dtypes and shapes of new nodes (`meta["val"]`) are worked out.
+        onnx_passes: Functions that the ONNX graph goes through before the session is made, in this order. Each takes an `onnx_ir.Model` and
+            changes it in place, or returns another one. Inputs, outputs and the node `YieldOp`, at which the forward ends, must stay.
         strict: If true, an operator that would run outside ONNX Runtime's own kernels (as a `PythonOp`) is an error.
         verify: Compare the first `verify` calls of every graph, outputs and gradients, with eager PyTorch, and raise
             `VerificationError` naming the first that differs.
@@ -41,6 +47,8 @@ class CompileOptions:
     session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     opset: int = 18
     autograd_functions: str = "opaque"
+    fx_passes: Sequence[Callable[..., Any]] = ()
+    onnx_passes: Sequence[Callable[..., Any]] = ()
     strict: bool = False
     verify: int = 0
     dump_dir: str | None = None
@@ -52,10 +60,20 @@ class CompileOptions:
         _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
         _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
         _require(self.autograd_functions in ("opaque", "inline"), "autograd_functions", self.autograd_functions, "'opaque' or 'inline'")
+        for name in ("fx_passes", "onnx_passes"):
+            _require_functions(name, getattr(self, name))
+        _require_libraries(self.custom_op_libraries)
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
         _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")
         _require(self.guard_log is None or isinstance(self.guard_log, (str, os.PathLike)), "guard_log", self.guard_log, "a path or None")
+
+    @property
+    def custom_op_libraries(self) -> tuple[str, ...]:
+        """Paths of the shared libraries with operators of the user's, from `session_options`."""
+        given = self.session_options.get("custom_op_libraries", ())
+        _require(isinstance(given, (list, tuple)), "session_options", self.session_options, "such that 'custom_op_libraries' is a list of paths")
+        return tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in given)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:
@@ -78,6 +96,19 @@ class CompileOptions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_functions(name: str, given: object) -> None:
+    _require(isinstance(given, (list, tuple)), name, given, "a list of functions")
+    for one in given:  # type: ignore[attr-defined]
+        if not callable(one):
+            raise OptionError(f"option {name!r} has {one!r}, which cannot be called; each must be a function of the graph")
+
+
+def _require_libraries(paths: Sequence[object]) -> None:
+    for path in paths:
+        if not isinstance(path, str) or not os.path.isfile(path):
+            raise OptionError(f"session_options['custom_op_libraries'] has {path!r}, but there is no such file")
 
 
 def _require(accepted: bool, name: str, value: object, wanted: str) -> None:

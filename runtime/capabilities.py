@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import _pybind_state as C
 
+from ort_backend.errors import OptionError
 from ort_backend.target import OrtTarget
 
 MS = "com.microsoft"
@@ -28,35 +30,57 @@ def has_python_op() -> bool:
     return hasattr(C, "register_forward_runner")
 
 
-def target(provider: str, opset: int) -> OrtTarget:
-    """The installed ONNX Runtime as a lowering target."""
+def target(provider: str, opset: int, libraries: tuple[str, ...] = ()) -> OrtTarget:
+    """The installed ONNX Runtime as a lowering target; `libraries`: paths of shared libraries with further operators."""
     return OrtTarget(
         opset=opset,
         provider=provider,
         training=has_training(),
         python_op=has_python_op(),
-        has_kernel=functools.partial(has_kernel, provider=provider, opset=opset),
-        contrib_ops=_ContribOps(),
+        has_kernel=functools.partial(has_kernel, provider=provider, opset=opset, libraries=libraries),
+        contrib_ops=_ContribOps(libraries),
     )
 
 
 class _ContribOps(frozenset[str]):
     """The set of `"domain::Name"` operators outside ONNX, each looked up when it is asked for."""
 
+    _libraries: tuple[str, ...]
+
+    def __new__(cls, libraries: tuple[str, ...]) -> _ContribOps:
+        made = super().__new__(cls)
+        made._libraries = libraries
+        return made
+
     def __contains__(self, name: object) -> bool:
         domain, _, op_type = str(name).partition("::")
-        return domain in (MS, "") and has_contrib_op(op_type, domain)
+        own = domain in (MS, "")
+        return (own or bool(self._libraries)) and has_contrib_op(op_type, domain, () if own else self._libraries)
+
+
+def register_libraries(options: ort.SessionOptions, libraries: Sequence[str]) -> None:
+    """Makes the operators of shared libraries known to the sessions that are made with these options.
+
+    Raises:
+        OptionError: ONNX Runtime cannot load one.
+    """
+    for path in libraries:
+        try:
+            options.register_custom_ops_library(path)
+        except _REFUSALS as error:
+            raise OptionError(f"session_options['custom_op_libraries'] has {path!r}, which ONNX Runtime cannot load: {error}") from None
 
 
 @functools.cache
-def has_contrib_op(op_type: str, domain: str = MS) -> bool:
-    """Whether the build knows the schema of an operator outside ONNX."""
+def has_contrib_op(op_type: str, domain: str = MS, libraries: tuple[str, ...] = ()) -> bool:
+    """Whether the build, or one of the libraries, knows the schema of an operator outside ONNX."""
     node = ir.Node(domain, op_type, inputs=[], outputs=[ir.Value(name="y")])
-    message = _refusal(ir.Model(ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 18, MS: 1}), ir_version=9), ("CPUExecutionProvider",))
+    graph = ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 18, MS: 1, domain: 1})
+    message = _refusal(ir.Model(graph, ir_version=9), ("CPUExecutionProvider",), libraries)
     return message is None or "is not a registered function/op" not in message
 
 
-def has_kernel(node: ir.Node, *, provider: str, opset: int) -> bool:
+def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str, ...] = ()) -> bool:
     """Whether `provider` runs `node` with inputs of the dtypes that it has. True where a dtype is not known."""
     if node.op_type in _CONTROL_FLOW or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
         return True
@@ -65,9 +89,9 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int) -> bool:
     if any(v is not None and v.dtype is None for v in node.inputs):
         return True
     # A kernel exists for dtypes, whatever the ranks: nodes that differ in rank only share one probe.
-    key = (node.domain, node.op_type, tuple(None if v is None else v.dtype for v in node.inputs), _decisive(node), provider, opset)
+    key = (node.domain, node.op_type, tuple(None if v is None else v.dtype for v in node.inputs), _decisive(node), provider, opset, libraries)
     if key not in _probed:
-        _probed[key] = _probe(node, provider, opset)
+        _probed[key] = _probe(node, provider, opset, libraries)
     return _probed[key]
 
 
@@ -80,18 +104,22 @@ def _decisive(node: ir.Node) -> tuple[Any, ...]:
     return (*(str(node.attributes[name].value) for name in chosen if name in node.attributes), len(node.outputs))
 
 
-def _probe(node: ir.Node, provider: str, opset: int) -> bool:
+def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...]) -> bool:
     inputs = [None if v is None else ir.Value(name=f"x{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.inputs)]
     outputs = [ir.Value(name=f"y{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.outputs)]
     copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), outputs=outputs)
-    graph = ir.Graph([v for v in inputs if v is not None], outputs, nodes=[copy], opset_imports={"": opset, MS: 1})
-    message = _refusal(ir.Model(graph, ir_version=9 if opset <= 20 else 10), (provider,))
-    return message is None or not any(word in message for word in ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH"))
+    graph = ir.Graph([v for v in inputs if v is not None], outputs, nodes=[copy], opset_imports={MS: 1, node.domain: node.version or 1, "": opset})
+    message = _refusal(ir.Model(graph, ir_version=9 if opset <= 20 else 10), (provider,), libraries)
+    return message is None or not any(word in message for word in _NO_KERNEL)
 
 
-def _refusal(model: ir.Model, providers: tuple[str, ...]) -> str | None:
+_NO_KERNEL = ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH", "is not a registered function/op")
+
+
+def _refusal(model: ir.Model, providers: tuple[str, ...], libraries: tuple[str, ...] = ()) -> str | None:
     """What ONNX Runtime says against a model, or None if it takes it."""
     options = ort.SessionOptions()
+    register_libraries(options, libraries)
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -15,6 +15,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
+from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
 # Everything that ONNX Runtime's bindings raise.
@@ -47,7 +48,7 @@ class SessionConfig:
         """ONNX Runtime's options: its threads follow torch's, and none of them spins between calls.
 
         Raises:
-            OptionError: `session_options` names something that ONNX Runtime does not have.
+            OptionError: `session_options` names something that ONNX Runtime does not have, or a library that it cannot load.
         """
         options = ort.SessionOptions()
         options.log_severity_level = 4  # every error is raised; printing it besides helps nobody
@@ -66,6 +67,9 @@ class SessionConfig:
 
     @staticmethod
     def _set(options: ort.SessionOptions, name: str, value: Any) -> None:
+        if name == "custom_op_libraries":
+            register_libraries(options, tuple(map(str, value)))
+            return
         if "." in name:
             options.add_session_config_entry(name, str(value))
             return
