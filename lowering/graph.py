@@ -411,6 +411,15 @@ class GraphLowering:
             value.meta["symbol"] = name
             self._symbols.setdefault(name, value)
 
+    def _symbol(self, name: str) -> ir.Value | None:
+        """The value of a size by the name of its expression, if it has been computed or is the size of a graph input."""
+        if name not in self._symbols:
+            for value in self.graph.inputs:
+                for axis, part in enumerate(value.shape or ()):
+                    if getattr(part, "value", None) == name:
+                        self._symbols[name] = symbolic.size_of(self.op, value, axis)
+        return self._symbols.get(name)
+
     def _lower_symbolic(self, node: fx.Node) -> None:
         fake = node.meta.get("val")
         if not self._is_symbolic(node):
@@ -438,6 +447,10 @@ class GraphLowering:
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target not in symbolic.FUNCTIONS:
+            fake = node.meta["val"]  # a stride, an offset: written out from the sizes that it is made of
+            written = symbolic.of_expression(self.op, fake.node.expr, self._symbol) if isinstance(fake, torch.SymInt) else None
+            if isinstance(written, ir.Value):
+                return written
             raise LoweringError(f"{operator_name(node.target)} of symbolic numbers has no ONNX form{at(user_line(node))}")
         return symbolic.write(self.op, node.target, args)
 

@@ -116,6 +116,38 @@ for _name in ("_sym_sqrt", "sym_sqrt"):
         FUNCTIONS[getattr(torch, _name)] = lambda op, a: op.Sqrt(as_double(op, a))
 
 
+# Kinds of sympy expressions that sizes and strides are made of (sympy's own and torch.utils._sympy's, read in torch 2.13) -> their function.
+_EXPRESSIONS: dict[str, Any] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "Pow": operator.pow,
+    "PowByNatural": operator.pow,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
+
+
+def of_expression(op: Any, expression: Any, known: Callable[[str], ir.Value | None]) -> Number | None:
+    """A sympy expression of integers, written out from the parts whose value is `known`; None where it cannot be."""
+    if expression.is_Integer:
+        return int(expression)
+    if (value := known(str(expression))) is not None:
+        return value
+    function = _EXPRESSIONS.get(type(expression).__name__)
+    if function is None:
+        return None
+    result, *rest = [of_expression(op, part, known) for part in expression.args]
+    for part in rest:
+        if result is None or part is None:
+            return None
+        result = write(op, function, [result, part])
+    return result
+
+
 def size_of(op: Any, tensor: ir.Value, axis: int) -> ir.Value:
     """`tensor.shape[axis]` as an int64 scalar."""
     axis %= tensor.shape.rank()  # type: ignore[union-attr]

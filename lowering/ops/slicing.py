@@ -127,14 +127,20 @@ def slice_scatter(
 
 
 def _scatter_with_step(op: Any, value: ir.Value, src: ir.Value, at: int, first: Size, last: Size, step: Size) -> ir.Value:
-    if isinstance(first, ir.Value) or isinstance(last, ir.Value) or isinstance(step, ir.Value):
-        raise Unsupported("a dynamic bound in a slice with a step")
-    rows = constant(op, np.arange(first, last, step)[:, None], ir.DataType.INT64)
+    rows = _rows(op, first, last, step)
     order = [at, *(i for i in range(rank(value)) if i != at)]
     back = [*range(1, at + 1), 0, *range(at + 1, rank(value))]
     if at == 0:
         return op.ScatterND(value, rows, src)
     return op.Transpose(op.ScatterND(op.Transpose(value, perm=order), rows, op.Transpose(src, perm=order)), perm=back)
+
+
+def _rows(op: Any, first: Size, last: Size, step: Size) -> ir.Value:
+    """The indices of a slice with a step, int64 (n, 1)."""
+    if isinstance(first, int) and isinstance(last, int) and isinstance(step, int):
+        return constant(op, np.arange(first, last, step)[:, None], ir.DataType.INT64)
+    bounds = [part if isinstance(part, ir.Value) else constant(op, part, ir.DataType.INT64) for part in (first, last, step)]
+    return op.Unsqueeze(op.Range(*bounds), int64s(op, [1]))
 
 
 # -- select

@@ -132,6 +132,12 @@ _OF_SEVERAL: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], tuple
     "bucketize": (lambda t, b: torch.bucketize(t, b), (R(3, 5, 6), R(4).sort()[0]), (R(4, 7, 8), R(5).sort()[0])),
     "reflection_pad": (lambda t: F.pad(t, (1, 2), mode="reflect"), (R(3, 5, 6),), (R(4, 7, 8),)),
     "pixel_shuffle": (lambda t: F.pixel_shuffle(t, 2), (R(2, 8, 3, 4),), (R(3, 8, 4, 5),)),
+    "slice_scatter with a step": (
+        lambda t, s: aten.slice_scatter(t, s, 1, 1, 2**63 - 1, 2),
+        (R(3, 5, 6), R(3, 2, 6)),
+        (R(4, 7, 8), R(4, 3, 8)),
+    ),
+    "strides and offsets": (lambda t: t * t.stride(0) + t[1:].storage_offset(), (R(3, 5, 6),), (R(4, 7, 8),)),
     "slice_backward with a step": (
         lambda g, t: aten.slice_backward(g, t.shape, 1, 1, 2**63 - 1, 2),
         (R(3, 3, 6), R(3, 6, 6)),
