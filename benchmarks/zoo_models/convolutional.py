@@ -80,7 +80,7 @@ def mobilenet_v3() -> nn.Module:
     """Depthwise convolution, squeeze and excite, hard activations."""
     depthwise = nn.Conv2d(16, 16, 5, stride=2, padding=2, groups=16, bias=False)
     inverted = (nn.Conv2d(8, 16, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish(), depthwise, nn.BatchNorm2d(16), SqueezeExcite(16), nn.Hardswish())
-    return nn.Sequential(*block(3, 8, nn.Hardswish()), *inverted, nn.Conv2d(16, 8, 1), nn.BatchNorm2d(8), *head(8))
+    return nn.Sequential(*block(3, 8, nn.Hardswish()), *inverted, nn.Conv2d(16, 8, 1, bias=False), nn.BatchNorm2d(8), *head(8))
 
 
 def densenet() -> nn.Module:

@@ -17,8 +17,8 @@ RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 24, 32], "depths": [1, 1,
 CONVNEXT = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
 LEVIT = {"hidden_sizes": [16, 24, 32], "num_attention_heads": [2, 3, 4], "depths": [1, 1, 1], "key_dim": [8, 8, 8], "image_size": 64}
 POOLFORMER = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
-CVT = {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 1, 1], "drop_path_rate": [0.0, 0.0, 0.1]}
-EFFICIENTNET = {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 32}
+CVT = {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3], "drop_path_rate": [0.0, 0.0, 0.1]}
+EFFICIENTNET = {"width_coefficient": 0.25, "depth_coefficient": 0.25, "hidden_dim": 320}
 SEGFORMER: dict[str, Any] = {"hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}
 
 # name: (model class, configuration class, its settings, side of a picture: a number, or "x3" for three times the length; sizes)

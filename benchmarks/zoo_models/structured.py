@@ -46,8 +46,10 @@ class DeepFm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.first = nn.Embedding(4 * 20, 8), nn.Embedding(4 * 20, 1)
-        self.network = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.network = nn.Sequential(nn.Linear(32, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
         self.register_buffer("offsets", torch.arange(4) * 20)
+        nn.init.normal_(self.table.weight, std=0.1)  # with larger scores 1 - sigmoid(score) has few digits left
+        nn.init.normal_(self.first.weight, std=0.1)
 
     def forward(self, fields: torch.Tensor, clicked: torch.Tensor) -> torch.Tensor:
         rows = fields + self.offsets
@@ -241,7 +243,7 @@ def mlp() -> Built:
 @workload(DENSE)
 def mlp_batch_norm() -> Built:
     """BatchNorm over vectors, alpha dropout, squared error on one-hot targets."""
-    network = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(32, CLASSES))
+    network = nn.Sequential(nn.Linear(12, 32, bias=False), nn.BatchNorm1d(32), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(32, CLASSES))
     return Loss(network, lambda output, target: F.mse_loss(output, F.one_hot(target, CLASSES).float())), vectors
 
 
