@@ -5,19 +5,15 @@ python -m benchmarks.measure JOB RESULT     # two JSON files; `benchmarks.suite`
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 import statistics
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import compare, memory
 from benchmarks.models import WORKLOADS, Workload
+from benchmarks.process import summary
 from benchmarks.training import REFERENCE, Trainer, import_backend
 
 TURN = 0.02  # seconds: a backend's turn in a round takes at least as long
@@ -25,7 +21,12 @@ ROUNDS = (7, 101)  # at least, at most
 MEMORY_STEPS = 3
 
 
-def compile_and_memory(workload: Workload, backend: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def compile_and_memory(model: str, backend: str, device: str, dtype: str) -> dict[str, Any]:
+    """`first_steps` of a workload by its name."""
+    return first_steps(WORKLOADS[model], backend, device, getattr(torch, dtype))
+
+
+def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """The first step of a fresh process, and the memory of later ones.
 
     Returns:
@@ -103,7 +104,12 @@ class Contestant:
         self.warm_compile_seconds = first - self.trainer.median(3)
 
 
-def step_times(workload: Workload, backends: list[str], device: str, dtype: torch.dtype, seconds: float) -> dict[str, dict[str, Any]]:
+def step_times(model: str, backends: list[str], device: str, dtype: str, seconds: float) -> dict[str, dict[str, Any]]:
+    """`take_turns` with a workload by its name."""
+    return take_turns(WORKLOADS[model], backends, device, getattr(torch, dtype), seconds)
+
+
+def take_turns(workload: Workload, backends: list[str], device: str, dtype: torch.dtype, seconds: float) -> dict[str, dict[str, Any]]:
     """Step times of all backends, which take turns; every loss and the first gradients are compared with eager's.
 
     Args:
@@ -145,48 +151,20 @@ def _warm_up(contestant: Contestant) -> float | None:
         return None
 
 
-def summary(error: Exception) -> str:
-    """An exception in one line."""
-    text = " ".join(line.strip() for line in f"{type(error).__name__}: {error}".splitlines()[:2])  # Dynamo's second line has the cause
-    return text[:300]
-
-
 def _judged(contestant: Contestant, reference: Contestant, dtype: torch.dtype) -> dict[str, Any]:
     if contestant.error is not None:
         return {"error": contestant.error}
     turns = [seconds * 1e3 for seconds in contestant.turns]
     low, median, high = statistics.quantiles(turns, n=4)
-    error = compare.gradient_error(contestant.gradients, reference.gradients, dtype) or compare.loss_error(contestant.losses, reference.losses, dtype)
+    wrong = (
+        compare.loss_error(contestant.losses, reference.losses, dtype),
+        compare.gradient_error(contestant.gradients, reference.gradients, dtype),
+    )
     return {
-        "error": error,
+        "error": "; ".join(filter(None, wrong)) or None,
         "turns": turns,
         "step_ms": {"median": median, "low": low, "high": high},
         "steps": len(contestant.losses),
         "loss_difference": compare.loss_difference(contestant.losses, reference.losses),
         "warm_compile_seconds": contestant.warm_compile_seconds,
     }
-
-
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """One job: `kind` is `"compile"` or `"steps"`, the rest are arguments of the functions above."""
-    torch.set_num_threads(job["threads"])
-    logging.getLogger("ort_backend").setLevel(logging.ERROR)  # its warnings are in the details
-    workload, dtype = WORKLOADS[job["model"]], getattr(torch, job["dtype"])
-    if job["kind"] == "compile":
-        return compile_and_memory(workload, job["backend"], job["device"], dtype)
-    return step_times(workload, job["backends"], job["device"], dtype, job["seconds"])
-
-
-def main() -> None:
-    """The command line: the file of the job, the file for its result."""
-    job, result = (Path(argument) for argument in sys.argv[1:3])
-    started = time.perf_counter()
-    try:
-        measured = run(json.loads(job.read_text()))
-    except Exception as error:  # noqa: BLE001 - whatever a backend raises is its result
-        measured = {"error": summary(error)}
-    result.write_text(json.dumps({"result": measured, "seconds": time.perf_counter() - started}))
-
-
-if __name__ == "__main__":
-    main()

@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
-BACKENDS = ("eager", "aot_eager", "inductor", "ort_training")
+from benchmarks.compare import Ratio
+from benchmarks.training import BACKENDS
 
 
 def make_step(backend: str, width: int, layers: int) -> Callable[[], None]:
@@ -33,8 +36,8 @@ def make_step(backend: str, width: int, layers: int) -> Callable[[], None]:
     return step
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, per_round: int) -> dict[str, float]:
-    """Median microseconds of a step, backends interleaved."""
+def measure(steps: dict[str, Callable[[], None]], rounds: int, per_round: int) -> dict[str, list[float]]:
+    """Microseconds of a step in each round, backends interleaved."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(20):
@@ -45,7 +48,15 @@ def measure(steps: dict[str, Callable[[], None]], rounds: int, per_round: int) -
             for _ in range(per_round):
                 step()
             times[name].append((time.perf_counter() - started) / per_round * 1e6)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
+
+
+def ratio(times: dict[str, list[float]], other: str) -> str:
+    """ort_training's time by another backend's; with `~` if the difference is within the noise."""
+    if not {"ort_training", other} <= times.keys():
+        return ""
+    found = Ratio.of(times["ort_training"], times[other])
+    return f"{'~' if found.within_noise else ''}{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def main() -> None:
@@ -55,17 +66,20 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--per-round", type=int, default=20)
-    parser.add_argument("--backends", nargs="+", default=[name for name in BACKENDS if name != "inductor"], choices=BACKENDS)
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, one thread, median of {arguments.rounds} rounds of {arguments.per_round} steps, microseconds per step")
+    table = Table(
+        title=f"microseconds a step: median of {arguments.rounds} rounds of {arguments.per_round} steps, one thread, torch {torch.__version__}"
+    )
+    for heading in ("layers", *arguments.backends, "ort_training of aot_eager", "of inductor"):
+        table.add_column(heading, justify="right")
     for layers in arguments.layers:
         torch._dynamo.reset()  # all models are of one class, and Dynamo gives up after a few graphs of one function
-        steps = {name: make_step(name, arguments.width, layers) for name in arguments.backends}
-        medians = measure(steps, arguments.rounds, arguments.per_round)
-        text = "  ".join(f"{name} {value:7.1f}" for name, value in medians.items())
-        extra = medians.get("ort_training", 0.0) - medians.get("aot_eager", 0.0)
-        print(f"{layers:3d} layers: {text}   ort_training - aot_eager: {extra:+.1f}")
+        times = measure({name: make_step(name, arguments.width, layers) for name in arguments.backends}, arguments.rounds, arguments.per_round)
+        medians = (f"{statistics.median(values):.0f}" for values in times.values())
+        table.add_row(str(layers), *medians, ratio(times, "aot_eager"), ratio(times, "inductor"))
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks import machine
+from benchmarks import machine, measure, process
 from benchmarks.compare import Ratio, geometric_mean
 from benchmarks.models import WORKLOADS
 from benchmarks.training import REFERENCE
 
 FORMAT = 1
-ROOT = Path(__file__).parents[1]
 
 # Backends that keep caches on disk, so that a fresh process with them differs from one without.
 CACHING = ("inductor",)
@@ -61,10 +57,6 @@ class Settings:
     command: str = ""
 
 
-class JobError(Exception):
-    """A process died or took too long."""
-
-
 def run(settings: Settings) -> dict[str, Any]:
     """Runs everything, under a progress bar.
 
@@ -82,7 +74,7 @@ def run(settings: Settings) -> dict[str, Any]:
             case = name if dtype == "float32" else f"{name}-{dtype}"
             results = []
             for job in _jobs(settings, name, dtype):
-                progress.update(task, description=f"{case}: {job['title']}")
+                progress.update(task, description=f"{case}: {job.title}")
                 results.append((job, _outcome(job, Path(folder) / case, settings)))
                 progress.advance(task)
             models[case] = _model(name, dtype, settings, results)
@@ -96,63 +88,41 @@ def run(settings: Settings) -> dict[str, Any]:
         "settings": dataclasses.asdict(settings),
         "models": models,
         "geometric_means": _geometric_means(models),
-        "errors": [f"{case}, {name}: {one['error']}" for case, model in models.items() for name, one in model["backends"].items() if one["error"]],
+        "errors": _errors(models),
     }
 
 
-def _jobs(settings: Settings, name: str, dtype: str) -> Iterator[dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process: what it measures, of which backend (None: of all of them), and whether caches of an earlier one are there."""
+
+    function: Callable[..., dict[str, Any]]
+    title: str
+    arguments: dict[str, Any]
+    backend: str | None = None
+    cached: bool = False
+
+
+def _jobs(settings: Settings, model: str, dtype: str) -> Iterator[Job]:
     """The processes of one model. The step times come last, when inductor's cache is full."""
-    common = {"model": name, "dtype": dtype, "device": settings.device, "threads": settings.threads}
+    common = {"model": model, "dtype": dtype, "device": settings.device}
     for backend in settings.backends if settings.compiles else ():
-        yield {**common, "kind": "compile", "backend": backend, "title": f"{backend}, cold"}
+        arguments = {**common, "backend": backend}
+        yield Job(measure.compile_and_memory, f"{backend}, cold", arguments, backend)
         if backend in CACHING:
-            yield {**common, "kind": "compile", "backend": backend, "cached": True, "title": f"{backend}, with its cache"}
-    yield {**common, "kind": "steps", "backends": list(settings.backends), "seconds": settings.seconds, "title": "steps"}
+            yield Job(measure.compile_and_memory, f"{backend}, with its cache", arguments, backend, cached=True)
+    yield Job(measure.step_times, "steps", {**common, "backends": list(settings.backends), "seconds": settings.seconds})
 
 
-def _outcome(job: dict[str, Any], folder: Path, settings: Settings) -> dict[str, Any]:
+def _outcome(job: Job, caches: Path, settings: Settings) -> dict[str, Any]:
     """A job's result, or `{"error": ...}`."""
     try:
-        return run_process(job, folder, settings.timeout)
-    except JobError as error:
+        return process.call(job.function, threads=settings.threads, caches=caches, timeout=settings.timeout, **job.arguments)
+    except process.ProcessError as error:
         return {"error": str(error)}
 
 
-def run_process(job: dict[str, Any], caches: Path, timeout: float = 900.0) -> dict[str, Any]:
-    """Runs a job in a fresh process; its result, which is `{"error": ...}` where something was raised.
-
-    Args:
-        job: See `benchmarks.measure.run`.
-        caches: Folder where inductor and Triton keep their caches; a new one is empty.
-        timeout: In seconds.
-
-    Raises:
-        JobError: it died, or took too long.
-    """
-    caches.mkdir(parents=True, exist_ok=True)
-    files = [caches / name for name in ("job.json", "result.json")]
-    files[0].write_text(json.dumps(job))
-    files[1].unlink(missing_ok=True)
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "OMP_NUM_THREADS": str(job["threads"]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", "benchmarks.measure", *map(str, files)], env=environment, capture_output=True, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise JobError(f"took longer than {timeout:.0f} s") from None
-    if process.returncode or not files[1].exists():
-        lines = process.stderr.strip().splitlines()
-        raise JobError(lines[-1] if lines else f"exit status {process.returncode}")
-    return json.loads(files[1].read_text())["result"]
-
-
-def _model(name: str, dtype: str, settings: Settings, results: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def _model(name: str, dtype: str, settings: Settings, results: list[tuple[Job, dict[str, Any]]]) -> dict[str, Any]:
     """What was measured of one model.
 
     Returns:
@@ -161,23 +131,22 @@ def _model(name: str, dtype: str, settings: Settings, results: list[tuple[dict[s
     """
     backends: dict[str, dict[str, Any]] = {backend: {"error": None, **dict.fromkeys(MEASURES)} for backend in settings.backends}
     for job, result in results:
-        if job["kind"] == "steps":
-            for backend, one in backends.items():
-                measured = result if set(result) == {"error"} else result[backend]
-                one.update({**measured, "error": one["error"] or measured["error"]})
-            continue
-        one = backends[job["backend"]]
-        if "error" in result:
-            one["error"] = one["error"] or result["error"]
-            continue
-        if job["backend"] != REFERENCE:
-            one["cached_compile_seconds" if job.get("cached") else "cold_compile_seconds"] = result["compile_seconds"]
-        if job["backend"] not in CACHING or job.get("cached"):
-            one["peak_bytes"] = result["peak_bytes"]
-            one["process"] = result
-        if job["backend"] not in (*CACHING, REFERENCE):
-            one["cached_compile_seconds"] = result["compile_seconds"]  # it has no caches
+        for backend in [job.backend] if job.backend is not None else settings.backends:
+            failed = set(result) == {"error"}
+            found = result if failed else _compile_measures(job, result) if job.backend is not None else result[backend]
+            one = backends[backend]
+            one.update({**found, "error": one["error"] or found.get("error")})
     return {"model": name, "sizes": WORKLOADS[name].sizes, "dtype": dtype, "backends": backends, "ratios": _ratios(backends)}
+
+
+def _compile_measures(job: Job, result: dict[str, Any]) -> dict[str, Any]:
+    """What a process of `measure.compile_and_memory` says about its backend. The one with caches has the better figures of memory."""
+    found = {"peak_bytes": result["peak_bytes"], "process": result}
+    if job.backend == REFERENCE:
+        return found
+    if job.backend in CACHING:
+        return {**found, "cached_compile_seconds" if job.cached else "cold_compile_seconds": result["compile_seconds"]}
+    return {**found, "cold_compile_seconds": result["compile_seconds"], "cached_compile_seconds": result["compile_seconds"]}  # it has no caches
 
 
 def _ratios(backends: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -198,13 +167,12 @@ def _geometric_means(models: dict[str, Any]) -> dict[str, dict[str, Any]]:
     means: dict[str, dict[str, Any]] = {}
     for pair in (f"{a}/{b}" for a, b in PAIRS):
         found = [model["ratios"][pair] for model in models.values() if pair in model["ratios"]]
-        for measure in ("step", *MEASURES):
-            values = [one[measure]["median"] if measure == "step" else one[measure] for one in found if measure in one]
+        for key in ("step", *MEASURES):
+            values = [one[key]["median"] if key == "step" else one[key] for one in found if key in one]
             if values:
-                means.setdefault(pair, {})[measure] = {
-                    "mean": geometric_mean(values),
-                    "least": min(values),
-                    "most": max(values),
-                    "models": len(values),
-                }
+                means.setdefault(pair, {})[key] = {"mean": geometric_mean(values), "least": min(values), "most": max(values), "models": len(values)}
     return means
+
+
+def _errors(models: dict[str, Any]) -> list[str]:
+    return [f"{case}, {name}: {one['error']}" for case, model in models.items() for name, one in model["backends"].items() if one["error"]]

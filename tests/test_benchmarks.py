@@ -1,0 +1,168 @@
+"""The benchmark suite: a whole run of a tiny model, and that a fast wrong answer is an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from benchmarks import compare, measure, report, suite
+from benchmarks.families import family
+from benchmarks.models import DEFAULT, QUICK, WORKLOADS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_run_writes_every_figure(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "run",
+        "--quick",
+        "--models",
+        "test",
+        "--backends",
+        "ort_training",
+        "--seconds",
+        "0.2",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = json.loads((out / "results.json").read_text())
+    assert set(results) == {"format", "command", "date", "seconds", "machine", "settings", "models", "geometric_means", "errors"}
+    assert results["format"] == suite.FORMAT and results["errors"] == []
+    assert results["machine"]["packages"]["torch"] == torch.__version__
+
+    (model,) = results["models"].values()
+    assert set(model) == {"model", "sizes", "dtype", "backends", "ratios"}
+    assert list(model["backends"]) == ["eager", "ort_training"]
+    for name, one in model["backends"].items():
+        assert one["error"] is None
+        assert 0 < one["step_ms"]["low"] <= one["step_ms"]["median"] <= one["step_ms"]["high"]
+        assert len(one["turns"]) >= measure.ROUNDS[0] and one["steps"] >= len(one["turns"])
+        assert one["peak_bytes"] > 0 and one["loss_difference"] < 1e-4
+        compiles = [one[f"{kind}_compile_seconds"] for kind in ("cold", "cached", "warm")]
+        assert compiles == [None] * 3 if name == "eager" else all(0 < seconds < 300 for seconds in compiles)
+    assert model["backends"]["ort_training"]["process"]["details"]["python_ops"] == 0
+    assert model["backends"]["ort_training"]["process"]["details"]["onnx_nodes"] > 5
+
+    step = model["ratios"]["ort_training/eager"]["step"]
+    assert 0 < step["low"] <= step["median"] <= step["high"]
+    assert results["geometric_means"]["ort_training/eager"]["step"]["mean"] == pytest.approx(step["median"])
+    assert "ort_training/inductor" not in model["ratios"]
+
+    text = (out / "report.md").read_text()
+    pictures = sorted(file.name for file in out.glob("*.png"))
+    assert pictures == ["compile_time.png", "memory.png", "step_time.png"] and all(f"]({name})" in text for name in pictures)
+    assert "python -m benchmarks run --quick --models test" in (out / "table.md").read_text()
+
+
+@pytest.fixture
+def backends() -> Iterator[None]:
+    """`scaled` computes a loss that is 1 % off, `upside_down` gradients of the wrong sign, `broken` nothing."""
+
+    class Flip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return -gradient
+
+    def scaled(gm: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: tuple(result * 1.01 for result in gm(*args))
+
+    def upside_down(gm: fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: tuple(Flip.apply(result) for result in gm(*args))
+
+    def broken(gm: fx.GraphModule, inputs: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    registry = torch._dynamo.backends.registry
+    for backend in (scaled, upside_down, broken):
+        registry.register_backend(backend)
+    yield
+    for name in ("scaled", "upside_down", "broken"):
+        registry._COMPILER_FNS.pop(name)
+        registry._BACKENDS.pop(name, None)
+
+
+def test_a_wrong_answer_is_an_error_and_in_no_ratio(backends: None) -> None:
+    names = ("eager", "scaled", "upside_down", "broken")
+    steps = measure.step_times("test", list(names), "cpu", "float32", seconds=0.1)
+    assert steps["eager"]["error"] is None
+    assert "wrong loss" in steps["scaled"]["error"] and "at step 0" in steps["scaled"]["error"]
+    assert "wrong gradient of network" in steps["upside_down"]["error"]
+    assert "no such luck" in steps["broken"]["error"]
+
+    settings = suite.Settings(models=("test",), backends=names, compiles=False)
+    (job,) = suite._jobs(settings, "test", "float32")
+    model = suite._model("test", "float32", settings, [(job, steps)])
+    assert model["ratios"] == {}
+    results = {"models": {"test": model}, "settings": {"backends": names}, "errors": suite._errors({"test": model})}
+    assert len(results["errors"]) == 3
+    _, ((_, *cells),) = report._steps(results)
+    assert cells[0] != "ERROR" and cells[1:] == ["ERROR"] * 3
+
+
+def test_a_loss_that_is_off_or_not_finite_is_named() -> None:
+    assert compare.loss_error([1.0, 2.0], [1.0, 2.0], torch.float32) is None
+    assert "at step 1" in str(compare.loss_error([1.0, 2.01], [1.0, 2.0], torch.float32))
+    assert "nan" in str(compare.loss_error([math.nan], [1.0], torch.float32))
+
+
+def test_a_missing_gradient_is_named() -> None:
+    gradients = {"weight": torch.ones(2), "bias": torch.ones(1)}
+    assert compare.gradient_error(gradients, gradients, torch.float32) is None
+    assert "bias" in str(compare.gradient_error({"weight": torch.ones(2)}, gradients, torch.float32))
+    assert "weight" in str(compare.gradient_error({**gradients, "weight": torch.full((2,), math.nan)}, gradients, torch.float32))
+
+
+def test_a_difference_within_the_noise_is_told_from_one_that_is_not() -> None:
+    noisy = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2, 0.95, 1.05, 1.0]
+    assert compare.Ratio.of(noisy, noisy[::-1]).within_noise
+    assert compare.Ratio.of([1.005] * 9, [1.0] * 9).within_noise  # nearer than anything that can be measured here
+    faster = compare.Ratio.of([0.5 * value for value in noisy], noisy)
+    assert not faster.within_noise and (faster.low, faster.median, faster.high) == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(("count", "outside"), [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (20, 5), (100, 39)])
+def test_the_interval_of_the_median_is_the_binomial_one(count: int, outside: int) -> None:
+    # Tables of the sign test: with 20 values the sixth smallest and largest, with 100 the fortieth.
+    assert compare._outside(count) == outside
+
+
+@pytest.mark.parametrize(
+    ("operator", "expected"),
+    [
+        ("FusedMatMul", "matrix products"),
+        ("aten::addmm", "matrix products"),
+        ("LayerNormalizationGrad", "normalisation"),
+        ("aten::native_layer_norm_backward", "normalisation"),
+        ("aten::normal_", "pointwise"),
+        ("aten::transpose", "views and allocation"),
+        ("Transpose", "copies and layout"),
+        ("graph_0_cpp_fused_add_native_layer_norm_0", "generated pointwise"),
+        ("PythonOp", "Python"),
+        ("Gelu", "pointwise"),
+    ],
+)
+def test_operators_of_both_sides_fall_into_families(operator: str, expected: str) -> None:
+    assert family(operator) == expected
+
+
+def test_every_model_that_is_asked_for_by_default_exists() -> None:
+    assert set(QUICK) < set(DEFAULT) < set(WORKLOADS) and len(DEFAULT) == 14
