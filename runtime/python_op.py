@@ -153,7 +153,11 @@ def _backward_of(call: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
 def _run_forward(
     result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
 ) -> int:
-    """The forward runner. Its first result is the autograd context: none, since what belongs to a run is kept with the run."""
+    """The forward runner. Its first result is the autograd context: none, since what belongs to a run is kept with the run.
+
+    ONNX Runtime drops a reference to the context twice: behind the node, and when it unregisters everything at exit (1.19.2).
+    """
+    _incref(None)
     return _give(result, _results(callback, args, [None]))
 
 

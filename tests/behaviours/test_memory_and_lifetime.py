@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -211,3 +213,37 @@ def test_cuda_memory_stays_flat() -> None:
             runner(x).sum().backward()
         torch.cuda.synchronize()
     assert before - torch.cuda.mem_get_info()[0] < 8 * MEGABYTE
+
+
+_REFERENCES = """
+import sys
+import torch
+from onnxruntime.capi import _pybind_state as C
+
+
+
+@torch.library.custom_op("demo::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+compiled = torch.compile(lambda x: twice(x), backend="ort_training")
+x = torch.rand(4)
+compiled(x)
+before = sys.getrefcount(None)
+for _ in range(500):
+    compiled(x)
+C.unregister_python_functions()  # what happens at exit
+print(sys.getrefcount(None) - before)
+"""
+
+
+def test_many_calls_of_python_nodes_leave_none_its_references() -> None:
+    """Python 3.11 ends with a fatal error when the count of None falls to zero."""
+    done = subprocess.run([sys.executable, "-c", _REFERENCES], capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) >= -50
