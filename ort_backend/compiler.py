@@ -170,7 +170,8 @@ class _Compilation:
             rewritten = [self._rewrite(one) for one in made.regions]
         several = len(rewritten) > 1
         sessions = [self._session(one, dump and dump.part(f".{i}" if several else "")) for i, one in enumerate(rewritten)]
-        content = dataclasses.replace(made.content, onnx_nodes=sum(one.onnx_nodes for one in rewritten))
+        by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
+        content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
         self._content = content if self._content is None else self._content.and_of(content)
         return RegionGraph(made.plan(sessions), count)
 
@@ -217,12 +218,13 @@ class _Compilation:
         kind = "inference" if self._training is None else "training"
         made = graph_report.add(self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes())
         log.info("%s", made.summary())
+        place = "inside the ONNX Runtime session (PythonOp, " if self.target.whole_graphs else "between ONNX Runtime sessions ("
         for one in made.outside:
             if (one.operator, one.reason) not in _warned:
                 _warned.add((one.operator, one.reason))
                 log.warning(
-                    "%s runs in PyTorch, inside the ONNX Runtime session (PythonOp, %d times in %s): %s%s",
-                    *(one.operator, one.count, self.name, one.reason, f". First at {one.where}" if one.where else ""),
+                    "%s runs in PyTorch, %s%d times in %s): %s%s",
+                    *(one.operator, place, one.count, self.name, one.reason, f". First at {one.where}" if one.where else ""),
                 )
         return made
 

@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 @dataclasses.dataclass(frozen=True)
 class OutsideCount:
-    """Nodes of one operator that run as `PythonOp`, for one reason.
+    """Nodes of one operator that PyTorch runs, for one reason: as `PythonOp` in the session, or between sessions.
 
     Attributes:
         operator: Its qualified name, such as `aten::sort`.
@@ -44,13 +44,15 @@ class GraphReport:
 
     Attributes:
         name: Unique in the process; dumped files carry it.
-        kind: `"training"` (forward and backward in one session) or `"inference"`.
+        kind: `"training"` (forward and backward) or `"inference"`.
         function: The user's function that it comes from, with the file and line where it is defined.
         fx_nodes: Computing nodes of the traced graph.
-        onnx_nodes: Nodes of the ONNX graph before ONNX Runtime's optimiser.
-        functions: Calls of users' `torch.autograd.Function`s: each is one `PythonOp`, whose Python is the user's own.
+        sessions: Number of ONNX Runtime sessions. One runs all of the graph, unless ONNX Runtime has no training kernels: then forward and
+            backward have their own, and others follow where PyTorch runs something in between.
+        onnx_nodes: Nodes of the ONNX graphs before ONNX Runtime's optimiser, and what PyTorch runs between them.
+        functions: Calls of users' `torch.autograd.Function`s, each of which runs the user's own Python.
         inlined_functions: Such calls whose forward and backward were traced into operators instead.
-        outside: What runs as `PythonOp`, most frequent first.
+        outside: What PyTorch runs, most frequent first.
         passes: The user's passes that it went through, FX passes first.
         capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
         lowering_seconds: Time to write the ONNX graph.
@@ -64,6 +66,7 @@ class GraphReport:
     kind: str
     function: str
     fx_nodes: int
+    sessions: int
     onnx_nodes: int
     functions: int
     inlined_functions: int
@@ -77,18 +80,20 @@ class GraphReport:
 
     @property
     def python_ops(self) -> int:
-        """Number of PyTorch's operators that run as `PythonOp`."""
+        """Number of operators that PyTorch runs."""
         return sum(one.count for one in self.outside)
 
     def summary(self) -> str:
         """One line for the log."""
         seconds = f"{self.capture_seconds:.2f} s capture, {self.lowering_seconds:.2f} s lowering, {self.session_seconds:.2f} s session"
         outside = ", ".join(f"{one.operator} x{one.count}" for one in self.outside)
-        outside = f"{self.python_ops} as PythonOp ({outside})" if outside else "0 as PythonOp"
-        functions = f"{self.functions} autograd.Functions as PythonOp, " if self.functions else ""
+        outside = f"{self.python_ops} in PyTorch ({outside})" if outside else "0 in PyTorch"
+        functions = f"{self.functions} autograd.Functions, " if self.functions else ""
         functions += f"{self.inlined_functions} autograd.Functions inline, " if self.inlined_functions else ""
         functions += f"behind the passes {', '.join(self.passes)}, " if self.passes else ""
-        return f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} ONNX nodes, {functions}{outside}; {seconds}"
+        return (
+            f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} nodes in {self.sessions} sessions, {functions}{outside}; {seconds}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Report:
 
 
 def report() -> Report:
-    """What runs where: for each compiled graph its nodes, what runs as `PythonOp` and why, seconds, memory, runs so far."""
+    """What runs where: for each compiled graph its nodes, what PyTorch runs and why, seconds, memory, runs so far."""
     return Report(tuple(_graphs))
 
 
@@ -141,6 +146,7 @@ def add(
         kind=kind,
         function=function,
         fx_nodes=content.fx_nodes,
+        sessions=content.sessions,
         onnx_nodes=content.onnx_nodes,
         functions=len(content.functions),
         inlined_functions=inlined,
@@ -166,7 +172,7 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:
     caption = (
-        "ORT: nodes on its kernels. Python: PythonOps + calls of autograd.Functions. Seconds: capture + lowering + session.\n"
+        "ORT: nodes on its kernels. Python: operators of PyTorch + calls of autograd.Functions. Seconds: capture + lowering + session.\n"
         "MB: kept between forward and backward. Runs: forward + backward."
     )
     table = Table(title="ort_training: compiled graphs", caption=caption)
@@ -178,7 +184,8 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
         seconds = " + ".join(f"{s:.2f}" for s in (graph.capture_seconds, graph.lowering_seconds, graph.session_seconds))
         nodes = (str(graph.onnx_nodes - graph.python_ops), f"{graph.python_ops} + {_functions(graph)}")
         passes = f"\nbehind {', '.join(graph.passes)}" if graph.passes else ""
-        table.add_row(f"{graph.name}\n{graph.kind}", _short(graph.function) + passes, *nodes, seconds, _kept(graph), _runs(graph))
+        sessions = "" if graph.sessions == 1 else f"\n{graph.sessions} sessions"
+        table.add_row(f"{graph.name}\n{graph.kind}{sessions}", _short(graph.function) + passes, *nodes, seconds, _kept(graph), _runs(graph))
     return table
 
 
@@ -202,7 +209,7 @@ def _functions(graph: GraphReport) -> str:
 
 
 def _outside_table(graphs: Sequence[GraphReport]) -> Table:
-    table = Table(title="run by PyTorch inside the session (PythonOp)")
+    table = Table(title="run by PyTorch")
     for heading in ("graph", "operator", "count", "reason", "first at"):
         table.add_column(heading, overflow="fold")
     for graph in graphs:

@@ -95,13 +95,13 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
     if strict and outside:
         raise NotOnOrt(outside[0].operator, outside[0].reason, outside[0].where)
     models = tuple(region.lowered for region in regions.of_step.values())
-    functions = [node for step in plan.steps for node in step.nodes if node.target is FORWARD]
+    calls = [node for node in plan.reasons if node.target in (FORWARD, BACKWARD)]
     content = Content(
         outside=tuple(outside),
         fx_nodes=sum(not is_value(node) for step in plan.steps for node in step.nodes),
-        onnx_nodes=sum(model.onnx_nodes for model in models),
+        onnx_nodes=sum(model.onnx_nodes for model in models) + len(outside) + len(calls),
         kept_bytes=_kept_bytes(graph),
-        functions=tuple(SITES[node.args[2]].name for node in functions),  # type: ignore[index]
+        functions=tuple(SITES[node.args[2]].name for node in calls if node.target is FORWARD),  # type: ignore[index]
         sessions=len(models),
         python_nodes=False,
     )
