@@ -12,6 +12,7 @@ import torch
 
 from ort_backend.lowering.axes import axes, axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.ops.running import running_sum
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def prod_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False, dtype: to
 @register(aten.cumsum.default, promote="output")
 def cumsum(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) -> ir.Value:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
-    return op.CumSum(self, constant(op, axis(self, dim), ir.DataType.INT64)) if rank(self) else self
+    return running_sum(op, self, axis(self, dim)) if rank(self) else self
 
 
 @register(aten.count_nonzero.default, promote="bool")

@@ -1,0 +1,38 @@
+"""Running sums, in blocks and step by step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from ops.harness import check
+from ops.trained import check_training, needs_grad
+
+
+@pytest.mark.parametrize("size", [(1,), (33,), (1000,), (3, 40), (40, 3), (2, 100, 3), (65, 2048), (0,), (50, 0), ()])
+def test_sizes(size: tuple[int, ...]) -> None:
+    x = torch.randn(size, dtype=torch.float64)
+    for dim in range(max(x.dim(), 1)):
+        check(lambda x: x.cumsum(dim), x)  # noqa: B023
+        check(lambda x: x.cumsum(-1 - dim), x)  # noqa: B023
+
+
+def test_dynamic_sizes() -> None:
+    for other in ((7, 3, 300), (7, 300, 3), (2, 129, 4)):
+        check(lambda x: (x.cumsum(0), x.cumsum(1), x.cumsum(2)), torch.randn(5, 20, 140), dynamic=True, other=(torch.randn(other),))
+
+
+def test_integers_and_bools() -> None:
+    check(lambda x: (x.cumsum(0), (x > 3).cumsum(1), x.int().cumsum(0, dtype=torch.int32)), torch.randint(0, 10, (70, 90)))
+
+
+def test_infinities_count_from_where_they_stand() -> None:
+    x = torch.ones(100)
+    x[10], x[70] = math.inf, -math.inf
+    check(lambda x: x.cumsum(0), x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gradient(dynamic: bool) -> None:
+    check_training(lambda x: (x.cumsum(1), x.cumsum(0)), needs_grad(50, 60), dynamic=dynamic)
