@@ -10,8 +10,10 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank, same_shape, size, sizes
 from ort_backend.lowering.constants import Scalar, constant, int64s, scalar_like
+from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.comparison import where_
 from ort_backend.lowering.ops.creation import filled
+from ort_backend.lowering.ops.running import running_sum
 from ort_backend.lowering.ops.shape import dim_name, move_axis, permute
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector
@@ -44,15 +46,26 @@ def embedding_dense_backward(
 
     ONNX Runtime's GatherGrad takes three times as long as adding into zeros.
     """
-    if scale_grad_by_freq or isinstance(padding_idx, ir.Value):
-        raise Unsupported("gradients scaled by frequency, or a symbolic padding index")
-    assert grad_output.dtype is not None
+    if isinstance(padding_idx, ir.Value):
+        raise Unsupported("a symbolic padding index")
+    dtype = grad_output.dtype
+    assert dtype is not None
+    if scale_grad_by_freq:
+        grad_output = op.Div(grad_output, op.Unsqueeze(frequency(op, _int64(op, indices), num_weights, dtype), int64s(op, [-1])))
     width = length(op, grad_output, rank(grad_output) - 1)
-    zeros = filled(op, [num_weights, width], 0.0, grad_output.dtype)
+    zeros = filled(op, [num_weights, width], 0.0, dtype)
     total = op.ScatterND(zeros, op.Unsqueeze(_int64(op, indices), int64s(op, [rank(indices)])), grad_output, reduction="add")
     if padding_idx < 0:
         return total
-    return op.ScatterND(total, constant(op, [[padding_idx]], ir.DataType.INT64), filled(op, [1, width], 0.0, grad_output.dtype))
+    return op.ScatterND(total, constant(op, [[padding_idx]], ir.DataType.INT64), filled(op, [1, width], 0.0, dtype))
+
+
+def frequency(op: Any, indices: ir.Value, rows: Size, dtype: ir.DataType) -> ir.Value:
+    """For each index into `rows` rows, how often it occurs, in `dtype`."""
+    flat = op.Reshape(indices, int64s(op, [-1]))
+    ones = op.Expand(constant(op, 1.0, dtype), op.Shape(flat))
+    counts = op.ScatterND(filled(op, [rows], 0.0, dtype), op.Unsqueeze(flat, int64s(op, [1])), ones, reduction="add")
+    return op.Gather(counts, indices, axis=0)
 
 
 # -- one index along one axis
@@ -357,8 +370,8 @@ def masked_select(op: Any, self: ir.Value, mask: ir.Value) -> ir.Value:
 
 def _place_among_true(op: Any, mask: ir.Value) -> ir.Value:
     """For each element of a flat mask, how many before it are true."""
-    ones = op.Cast(mask, to=ir.DataType.INT64)
-    return op.CumSum(ones, constant(op, 0, ir.DataType.INT64), exclusive=1)
+    ones = typed(op.Cast(mask, to=ir.DataType.INT64), ir.DataType.INT64, mask.shape or [None])
+    return op.Sub(running_sum(op, ones, 0), ones)
 
 
 @register(aten.masked_scatter.default, keep=("mask",))
