@@ -13,6 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import same_shape
 from ort_backend.lowering.constants import scalar_like
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
@@ -37,6 +38,13 @@ def _positive(op: Any, x: ir.Value) -> ir.Value:
     if x.dtype != ir.DataType.FLOAT:
         raise Unsupported("HardSigmoid has a float32 kernel only")
     return op.HardSigmoid(x, alpha=_STEEP, beta=0.0)
+
+
+def _elementwise(op: Any, kernel: str, grad_output: ir.Value, x: ir.Value, **attributes: Any) -> ir.Value:
+    """A gradient kernel of ONNX Runtime. They do not broadcast (1.19.2), as gradients do that come out of `torch.vmap`."""
+    if grad_output.shape is None or x.shape is None or not same_shape(grad_output, x):
+        raise Unsupported(f"{kernel} takes tensors of one shape")
+    return microsoft(op, kernel, grad_output, x, like=x, **attributes)
 
 
 @register(aten.relu.default)
@@ -104,7 +112,7 @@ def silu(op, self):
 @register(aten.silu_backward.default, requires=("com.microsoft::QuickGeluGrad",), promote="output")
 def silu_backward_fused(op, grad_output, self):
     """silu_backward(Tensor grad_output, Tensor self) -> Tensor"""
-    return microsoft(op, "QuickGeluGrad", grad_output, self, like=self, alpha=1.0)
+    return _elementwise(op, "QuickGeluGrad", grad_output, self, alpha=1.0)
 
 
 @register(aten.silu_backward.default, promote="output")
@@ -123,7 +131,7 @@ def sigmoid(op, self):
 @register(aten.sigmoid_backward.default, requires=("com.microsoft::SigmoidGrad",), promote="output")
 def sigmoid_backward_fused(op, grad_output, output):
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""
-    return microsoft(op, "SigmoidGrad", grad_output, output, like=output)
+    return _elementwise(op, "SigmoidGrad", grad_output, output)
 
 
 @register(aten.sigmoid_backward.default, promote="output")
@@ -141,7 +149,7 @@ def tanh(op, self):
 @register(aten.tanh_backward.default, requires=("com.microsoft::TanhGrad",), promote="output")
 def tanh_backward_fused(op, grad_output, output):
     """tanh_backward(Tensor grad_output, Tensor output) -> Tensor"""
-    return microsoft(op, "TanhGrad", grad_output, output, like=output)
+    return _elementwise(op, "TanhGrad", grad_output, output)
 
 
 @register(aten.tanh_backward.default, promote="output")

@@ -74,6 +74,14 @@ def test_backward(check: Callable, contrib: bool, target: Any, args: tuple[Any, 
     check(lambda g, x: target(g, x, *args, **kwargs), randn(4, 6), x, also=(randn(3, 6), randn(3, 6)), contrib=contrib)
 
 
+@contrib
+@pytest.mark.parametrize("target", [aten.silu_backward, aten.sigmoid_backward, aten.tanh_backward], ids=_name)
+def test_a_gradient_that_broadcasts(check: Callable, contrib: bool, target: Any) -> None:
+    """As `torch.vmap` makes them: ONNX Runtime's gradient kernels wrote a tensor of the gradient's own size."""
+    check(lambda g, x: target(g, x), randn(6), randn(4, 6), also=(randn(6), randn(3, 6)), contrib=contrib)
+    check(lambda g, x: target(g, x), randn(4, 1), randn(4, 6), also=(randn(3, 1), randn(3, 6)), contrib=contrib)
+
+
 @pytest.mark.parametrize("is_result", [False, True])
 def test_elu_backward(check: Callable, is_result: bool) -> None:
     x = aten.elu(_sample(), 1.5, 1.1, 0.9) if is_result else _sample()
