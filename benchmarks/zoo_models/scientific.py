@@ -165,16 +165,18 @@ def gaussian_process() -> Built:
 
 
 class SpatialTransformer(nn.Module):
-    """An affine warp from the picture itself: `affine_grid`, `grid_sample`."""
+    """An affine warp that the picture itself decides on, by `grid_sample` (`affine_grid` takes no symbolic sizes, in any backend)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.locate = nn.Sequential(nn.Conv2d(1, 4, 5, stride=4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 6))
         self.head = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
         nn.init.constant_(self.locate[-1].bias, 0.3)  # type: ignore[arg-type]
+        middles = (torch.arange(24) * 2 + 1) / 24 - 1
+        self.register_buffer("places", torch.stack([*torch.meshgrid(middles, middles, indexing="xy"), torch.ones(24, 24)], -1))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        grid = F.affine_grid(self.locate(input).view(-1, 2, 3), list(input.shape), align_corners=False)
+        grid = torch.einsum("hwk,bck->bhwc", self.places, self.locate(input).view(-1, 2, 3))
         return self.head(F.grid_sample(input, grid, align_corners=False))
 
 
