@@ -40,6 +40,9 @@ def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, paddi
         return window
     sizes = _static(tensor, spatial)
     if sizes is None:
+        # ONNX has the same windows where none of them can start in the padding behind.
+        if all(s + p <= d * (k - 1) + 1 for s, p, d, k in zip(strides, pads, dilations, kernel)):
+            return {**window, "ceil_mode": 1}
         raise Unsupported("ceil_mode with sizes that are not known")
     spans = [size + 2 * p - d * (k - 1) - 1 for size, k, p, d in zip(sizes, kernel, pads, dilations)]
     starts = [math.ceil(span / s) * s for span, s in zip(spans, strides)]
@@ -63,7 +66,8 @@ def _unbatched(op: Any, result: ir.Value, tensor: ir.Value, spatial: int) -> ir.
     return result if tensor.shape.rank() == spatial + 2 else op.Squeeze(result, int64s(op, [0]))  # type: ignore[union-attr]
 
 
-def _max_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any]) -> tuple[ir.Value, ir.Value]:
+def max_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any]) -> tuple[ir.Value, ir.Value]:
+    """The maxima of windows, and where in its plane each stands."""
     batched = _batched(op, self, spatial)
     out, flat_indices = op.MaxPool(batched, **window, _outputs=2)
     # ONNX counts through the whole tensor, PyTorch within each plane.
@@ -78,7 +82,7 @@ def max_pool2d_with_indices(op, self, kernel_size, stride=(), padding=0, dilatio
     """max_pool2d_with_indices(Tensor self, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) ->
     (Tensor, Tensor)
     """
-    return _max_pool(op, self, 2, _window(self, 2, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
+    return max_pool(op, self, 2, _window(self, 2, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
 
 
 @register(aten.max_pool3d_with_indices.default)
@@ -86,14 +90,14 @@ def max_pool3d_with_indices(op, self, kernel_size, stride=(), padding=0, dilatio
     """max_pool3d_with_indices(Tensor self, int[3] kernel_size, int[3] stride=[], int[3] padding=0, int[3] dilation=1, bool ceil_mode=False) ->
     (Tensor, Tensor)
     """
-    return _max_pool(op, self, 3, _window(self, 3, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
+    return max_pool(op, self, 3, _window(self, 3, kernel_size, stride, _list(padding), _list(dilation), ceil_mode))
 
 
 def _list(sizes: int | Sequence[int]) -> Sequence[int]:
     return [sizes] if isinstance(sizes, int) else sizes
 
 
-def _scatter(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.Value, spatial: int) -> ir.Value:
+def scatter_maxima(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.Value, spatial: int) -> ir.Value:
     """Adds each entry of the gradient where the maximum stood."""
     size = op.Shape(self)
     flat = indices.meta.get("flat_indices")
@@ -114,7 +118,7 @@ def max_pool2d_with_indices_backward(op, grad_output, self, kernel_size, stride,
     """max_pool2d_with_indices_backward(Tensor grad_output, Tensor self, int[2] kernel_size, int[2] stride, int[2] padding, int[2] dilation,
     bool ceil_mode, Tensor indices) -> Tensor
     """
-    return _scatter(op, grad_output, self, indices, 2)
+    return scatter_maxima(op, grad_output, self, indices, 2)
 
 
 @register(aten.max_pool3d_with_indices_backward.default, promote="output", keep=("indices",))
@@ -122,13 +126,7 @@ def max_pool3d_with_indices_backward(op, grad_output, self, kernel_size, stride,
     """max_pool3d_with_indices_backward(Tensor grad_output, Tensor self, int[3] kernel_size, int[3] stride, int[3] padding, int[3] dilation,
     bool ceil_mode, Tensor indices) -> Tensor
     """
-    return _scatter(op, grad_output, self, indices, 3)
-
-
-@register(aten.adaptive_max_pool2d_backward.default, promote="output", keep=("indices",))
-def adaptive_max_pool2d_backward(op, grad_output, self, indices):
-    """adaptive_max_pool2d_backward(Tensor grad_output, Tensor self, Tensor indices) -> Tensor"""
-    return _scatter(op, grad_output, self, indices, 2)
+    return scatter_maxima(op, grad_output, self, indices, 3)
 
 
 # -- average
@@ -177,7 +175,7 @@ def _avg_pool_backward(
     """Spreads each entry over its window: a transposed convolution of single planes with a window of equal weights."""
     sizes = _static(self, spatial)
     if sizes is None:
-        raise Unsupported("average pooling over dimensions of unknown size")
+        return _spread(op, grad_output, self, spatial, window, count_include_pad, divisor_override)
     count_include_pad = _counts_padding(window, spatial, count_include_pad, divisor_override)
     kernel, strides, pads, behind = window["kernel_shape"], window["strides"], window["pads"][:spatial], window["pads"][spatial:]
     pooled = [(size + p + more - k) // s + 1 for size, k, s, p, more in zip(sizes, kernel, strides, pads, behind)]
@@ -196,6 +194,37 @@ def _avg_pool_backward(
         pads=[*pads, *(p - more for p, more in zip(pads, missing))],
     )
     return op.Reshape(spread, op.Shape(self))
+
+
+def _spread(
+    op: Any, grad_output: ir.Value, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None
+) -> ir.Value:
+    """The same for planes of unknown sizes: what the windows cover, extended or cut to the plane."""
+    kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
+    pooled, plane = op.Shape(grad_output, start=-spatial), op.Shape(self, start=-spatial)
+    weight = 1 / (divisor_override or math.prod(kernel))
+    if any(pads) and not count_include_pad and not divisor_override:
+        grad_output, weight = op.Div(grad_output, _counts_of(op, pooled, plane, window, spatial, grad_output)), 1.0
+    planes = typed(op.Reshape(grad_output, op.Concat(int64s(op, [-1, 1]), pooled, axis=0)), self.dtype, [None, 1, *[None] * spatial])
+    ones = constant(op, np.full([1, 1, *kernel], weight), self.dtype)  # type: ignore[arg-type]
+    covered = op.ConvTranspose(planes, ones, kernel_shape=kernel, strides=strides)
+    missing = op.Max(op.Sub(op.Add(plane, int64s(op, pads)), op.Shape(covered, start=2)), int64s(op, [0]))
+    extended = op.Pad(covered, op.Concat(int64s(op, [0] * (spatial + 4)), missing, axis=0))
+    inside = op.Slice(extended, int64s(op, pads), op.Add(plane, int64s(op, pads)), int64s(op, range(2, 2 + spatial)))
+    return op.Reshape(inside, op.Shape(self))
+
+
+def _counts_of(op: Any, pooled: ir.Value, plane: ir.Value, window: dict[str, Any], spatial: int, like: ir.Value) -> ir.Value:
+    """How many elements of the unpadded input each window covers, in `like`'s dtype."""
+    counts = None
+    zero, one = (constant(op, number, ir.DataType.INT64) for number in (0, 1))
+    for i, (kernel, stride, pad) in enumerate(zip(window["kernel_shape"], window["strides"], window["pads"])):
+        count, total = (op.Gather(sizes, constant(op, i, ir.DataType.INT64)) for sizes in (pooled, plane))
+        start = op.Sub(op.Mul(op.Range(zero, count, one), constant(op, stride, ir.DataType.INT64)), constant(op, pad, ir.DataType.INT64))
+        along = op.Sub(op.Min(op.Add(start, constant(op, kernel, ir.DataType.INT64)), total), op.Max(start, zero))
+        along = op.Unsqueeze(along, int64s(op, range(1, spatial - i))) if i < spatial - 1 else along
+        counts = along if counts is None else op.Mul(counts, along)
+    return op.Cast(counts, to=like.dtype)
 
 
 def _counts(sizes: list[int], pooled: list[int], kernel: list[int], strides: list[int], pads: list[int]) -> np.ndarray:
@@ -223,48 +252,3 @@ def avg_pool3d_backward(op, grad_output, self, kernel_size, stride, padding, cei
     """
     window = _window(self, 3, kernel_size, stride, _list(padding), [1], ceil_mode)
     return _avg_pool_backward(op, grad_output, self, 3, window, count_include_pad, divisor_override)
-
-
-# -- adaptive average: a matrix product with constant averaging rows on each side
-
-
-def _averaging(size: int, out: int) -> np.ndarray:
-    """(out, size): row i averages the elements that adaptive pooling puts into its output i."""
-    matrix = np.zeros([out, size])
-    for i in range(out):
-        start, end = i * size // out, -(-(i + 1) * size // out)
-        matrix[i, start:end] = 1 / (end - start)
-    return matrix
-
-
-def _averaging_pair(op: Any, self: ir.Value, output: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    sizes = _static(self, 2)
-    if sizes is None or any(isinstance(part, ir.Value) for part in output):
-        raise Unsupported("adaptive pooling of dimensions of unknown size")
-    return _averaging(sizes[0], int(output[0])), _averaging(sizes[1], int(output[1]))
-
-
-@register(aten._adaptive_avg_pool2d.default)
-def adaptive_avg_pool2d(op, self, output_size):
-    """_adaptive_avg_pool2d(Tensor self, SymInt[2] output_size) -> Tensor"""
-    if list(output_size) == [1, 1]:
-        return op.ReduceMean(self, int64s(op, [-2, -1]), keepdims=1)
-    sizes = _static(self, 2)
-    if sizes is not None and all(isinstance(part, int) and size % part == 0 for size, part in zip(sizes, output_size)):
-        kernel = [size // part for size, part in zip(sizes, output_size)]
-        return _unbatched(op, op.AveragePool(_batched(op, self, 2), kernel_shape=kernel, strides=kernel), self, 2)
-    rows, columns = _averaging_pair(op, self, output_size)
-    return op.MatMul(constant(op, rows, self.dtype), op.MatMul(self, constant(op, columns.T, self.dtype)))
-
-
-@register(aten._adaptive_avg_pool2d_backward.default, promote="output")
-def adaptive_avg_pool2d_backward(op, grad_output, self):
-    """_adaptive_avg_pool2d_backward(Tensor grad_output, Tensor self) -> Tensor"""
-    output = list(grad_output.shape[-2:])
-    if output == [1, 1]:
-        count = op.Cast(op.ReduceProd(op.Shape(self, start=-2), keepdims=0), to=self.dtype)
-        return op.Expand(op.Div(grad_output, count), op.Shape(self))
-    if not all(isinstance(size, int) for size in output):
-        raise Unsupported("adaptive pooling to dimensions of unknown size")
-    rows, columns = _averaging_pair(op, self, output)
-    return op.MatMul(constant(op, rows.T, self.dtype), op.MatMul(grad_output, constant(op, columns, self.dtype)))

@@ -179,6 +179,11 @@ def _arg(op: Any, kind: str, value: ir.Value, at: int) -> ir.Value:
     return op.Where(any_nan, op.ArgMax(nans, axis=at, keepdims=1), found)
 
 
+def argmax_nan(op: Any, value: ir.Value, at: int) -> ir.Value:
+    """The index of the first maximum along an axis, which is kept; NaN is one."""
+    return _arg(op, "ArgMax", value, at)
+
+
 def _argument(op: Any, kind: str, value: ir.Value, dim: int | None, keepdim: bool) -> ir.Value:
     if rank(value) == 0:
         return constant(op, 0, ir.DataType.INT64)

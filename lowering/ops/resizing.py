@@ -42,10 +42,10 @@ def _resized(op: Any, value: ir.Value, at: int, matrix: np.ndarray) -> ir.Value:
     if matrix.shape[1] > _MATRIX_UP_TO and taps <= _TAPS_UP_TO:
         return _by_rows(op, value, at, matrix, taps)
     assert value.dtype is not None
-    return _times(op, value, at, constant(op, matrix, value.dtype), constant(op, matrix.T.copy(), value.dtype), matrix.shape[0])
+    return along_axis(op, value, at, constant(op, matrix, value.dtype), constant(op, matrix.T.copy(), value.dtype), matrix.shape[0])
 
 
-def _times(op: Any, value: ir.Value, at: int, matrix: ir.Value, transposed: ir.Value, new: Size) -> ir.Value:
+def along_axis(op: Any, value: ir.Value, at: int, matrix: ir.Value, transposed: ir.Value, new: Size) -> ir.Value:
     """`value` with axis `at` multiplied by a matrix, which is given both ways."""
     last = rank(value) - 1
     if at == last:
@@ -190,7 +190,7 @@ def _one_axis(op: Any, value: ir.Value, at: int, kernel: str, there: Size, here:
         raise Unsupported(f"{kernel} interpolation of dynamic sizes")
     matrix_of = write(op, there, here, align_corners, scale, value)
     turned = op.Transpose(matrix_of, perm=[1, 0])
-    return _times(op, value, at, turned, matrix_of, there) if back else _times(op, value, at, matrix_of, turned, here)
+    return along_axis(op, value, at, turned, matrix_of, there) if back else along_axis(op, value, at, matrix_of, turned, here)
 
 
 def _nearest_forward(op: Any, value: ir.Value, kernel: str, output_size: Sequence[Size], scales: Scales) -> ir.Value:
