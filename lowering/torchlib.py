@@ -24,7 +24,6 @@ from ort_backend.lowering.registry import Unsupported
 aten = torch.ops.aten
 
 _USED = {
-    aten.grid_sampler_2d.default: "aten::grid_sampler_2d",
     aten.histc.default: "aten::histc",
 }
 

@@ -25,14 +25,6 @@ def test_what_is_wrong_in_torch_lib_is_not_found() -> None:
     assert torchlib.find(torch.ops.higher_order.cond) is None
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("padding", [0, 1, 2])
-@pytest.mark.parametrize("align_corners", [False, True])
-def test_grid_sampler(check: Callable, mode: int, padding: int, align_corners: bool) -> None:
-    picture, grid = randn(2, 3, 5, 6), 1.3 * (2 * torch.rand(2, 4, 4, 2) - 1)
-    check(lambda x, grid: aten.grid_sampler_2d(x, grid, mode, padding, align_corners), picture, grid, also=(picture[:1], grid[:1]))
-
-
 def test_histogram(check: Callable) -> None:
     check(lambda x: aten.histc(x, 7, -2, 2), randn(4, 5))
 
