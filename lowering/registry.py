@@ -25,7 +25,7 @@ class Lowering:
     """One way to write one operator in ONNX.
 
     Attributes:
-        target: The operator overload.
+        target: The operator overload; its name (`"library::operator"`) where a package defines it that may not be there.
         function: `function(op, *args, **kwargs)` with `op` an `onnxscript` OpBuilder and the schema's arguments: tensors and
             symbolic numbers as `onnx_ir.Value`, everything else as in the FX graph. Returns one value, or a sequence of values for
             an operator with several results (None for a result that is not computed).
@@ -38,7 +38,7 @@ class Lowering:
             contiguous and all of their storage, so that the memory is the elements in order.
     """
 
-    target: torch._ops.OpOverload
+    target: torch._ops.OpOverload | str
     function: Callable[..., Any]
     requires: tuple[str, ...] = ()
     promote: Promote | None = None
@@ -47,18 +47,18 @@ class Lowering:
     whole_storage: frozenset[str] = frozenset()
 
 
-_table: dict[torch._ops.OpOverload, list[Lowering]] = {}
+_table: dict[torch._ops.OpOverload | str, list[Lowering]] = {}
 
 
 def register(
-    *targets: torch._ops.OpOverload,
+    *targets: torch._ops.OpOverload | str,
     requires: tuple[str, ...] = (),
     promote: Promote | None = None,
     keep: tuple[str, ...] = (),
     any_dtype: bool = False,
     whole_storage: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Registers a function as a lowering of operator overloads (see `Lowering` for the arguments).
+    """Registers a function as a lowering of operator overloads, or names of operators of other packages (see `Lowering` for the arguments).
 
     A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form.
 
@@ -67,7 +67,7 @@ def register(
         ValueError: that target already has a lowering with these requirements.
     """
     for target in targets:
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
             raise TypeError(f"register takes operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
 
     def add(function: Function) -> Function:
@@ -86,15 +86,21 @@ def find(target: object, ort: OrtTarget) -> Iterator[Lowering]:
     """The lowerings of `target` that `ort` has the operators for, best first."""
     load()
     if isinstance(target, torch._ops.OpOverload):
-        for lowering in _table.get(target, ()):
+        for lowering in _table.get(target, ()) or _table.get(target.name(), ()):
             if all(name in ort.contrib_ops for name in lowering.requires):
-                yield lowering
+                yield lowering if lowering.target is target else dataclasses.replace(lowering, target=target)
 
 
 def registered() -> dict[torch._ops.OpOverload, tuple[Lowering, ...]]:
     """Every registered lowering by operator."""
     load()
-    return {target: tuple(lowerings) for target, lowerings in _table.items()}
+    return {target: tuple(lowerings) for target, lowerings in _table.items() if not isinstance(target, str)}
+
+
+def registered_by_name() -> dict[str, tuple[Lowering, ...]]:
+    """Every lowering of an operator that another package defines, by the operator's name."""
+    load()
+    return {target: tuple(lowerings) for target, lowerings in _table.items() if isinstance(target, str)}
 
 
 _loaded = False
