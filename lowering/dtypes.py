@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -62,6 +63,15 @@ for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnu
 def carrier(dtype: torch.dtype) -> Carrier | None:
     """The carrier of `dtype`; None for a dtype that cannot cross into ONNX Runtime (quantised types, bit types)."""
     return _CARRIERS.get(dtype)
+
+
+def carried(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as its carrier stores it; bfloat16, which numpy lacks, as float32."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).numpy()
+    if not _CARRIERS[tensor.dtype].native:
+        return tensor.view(torch.uint8).numpy()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def to_ir(dtype: torch.dtype) -> ir.DataType:
