@@ -13,7 +13,7 @@ CHANNELS = (T([0.1, 0.2, 0.3, 0.4]), T([0, 1, 2, 3], dtype=torch.int32))
 def _values() -> torch.Tensor:
     """Values inside and outside of the grid, and halfway between its numbers."""
     x = torch.rand(4, 6) * 4 - 2
-    x[0] = T([0.05, 0.15, -0.25, 10.0, -10.0, 0.0])
+    x[0] = T([0.25, 0.75, -0.25, 10.0, -10.0, 0.0])
     x[1] = torch.linspace(-1.2, 1.2, 6)
     return x.requires_grad_()
 
