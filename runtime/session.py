@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -142,12 +143,20 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
     the session is made, and free memory that is torch's.
+    GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
     if _has_large_fill(model) or _folds_too_much(model):
         harmful.append("ConstantFolding")
+    if _has_activation_behind_yield(model):
+        harmful.append("GemmActivationFusion")
     return harmful
+
+
+def _has_activation_behind_yield(model: ir.Model) -> bool:
+    behind = itertools.dropwhile(lambda node: node.op_type != "YieldOp", model.graph)
+    return any(node.op_type in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Softplus", "Softsign", "Elu", "HardSigmoid") for node in behind)
 
 
 _LARGE = 1 << 20  # elements

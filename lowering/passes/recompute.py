@@ -111,7 +111,8 @@ class _Copies:
 
     def _first_readers(self, chosen: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """For each chosen node that is needed, the first reader in the backward of it, or of what is computed from it."""
-        readers, first = set(self._readers), {}
+        readers = set(self._readers)
+        first: dict[fx.Node, fx.Node] = {}
         for node in reversed(chosen):
             found = [first.get(user, user) for user in node.users if user in first or user in readers]
             if found:

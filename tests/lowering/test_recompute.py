@@ -1,0 +1,128 @@
+"""Checkpoints and memory budgets: the backward computes activations again, and they are not kept for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ort_backend
+
+
+class Block(nn.Module):
+    """A sigmoid behind a product is what ONNX Runtime fuses in forwards, and must not in backwards."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.dropout(self.narrow(torch.sigmoid(self.wide(self.norm(x)))), 0.1, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 4, width: int = 32, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def _step(call: Any, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    net.zero_grad()
+    x.grad = None
+    loss = call(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in net.parameters())]
+
+
+def _kept(net: Net, x: torch.Tensor, **options: Any) -> int:
+    """Bytes kept for the backward, by the report; gradients are compared with eager's."""
+    expected = [value.clone() for value in _step(net, net, x)]
+    compiled = torch.compile(net, backend="ort_training", fullgraph=True, options=options)
+    for got, want in zip(_step(compiled, net, x), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    graph = ort_backend.report().graphs[-1]
+    assert graph.python_ops == 0
+    return graph.kept_bytes
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_keeps_the_inputs_of_its_blocks_only(x: torch.Tensor, reentrant: bool) -> None:
+    net = Net(reentrant=reentrant)
+    assert _kept(net, x) <= x.nbytes * (len(net.blocks) + 1)
+    torch._dynamo.reset()
+    net.reentrant = None
+    assert _kept(net, x) > 5 * x.nbytes * len(net.blocks)
+
+
+def test_changing_batches(x: torch.Tensor) -> None:
+    net = Net(reentrant=False)
+    compiled = torch.compile(net, backend="ort_training", dynamic=True)
+    for rows in (16, 24, 5):
+        batch = torch.randn(rows, 32, requires_grad=True)
+        expected = [value.clone() for value in _step(net, net, batch)]
+        for got, want in zip(_step(compiled, net, batch), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_a_memory_budget(x: torch.Tensor) -> None:
+    kept = []
+    for budget in (1.0, 0.5, 0.1):
+        torch._dynamo.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            kept.append(_kept(Net(), x))
+    assert kept[0] > 1.2 * kept[1] > 1.2 * kept[2]
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_onnx_runtime_does_not_merge_what_is_computed_again(x: torch.Tensor, reentrant: bool | None, tmp_path: Path) -> None:
+    net = Net(reentrant=reentrant)
+    _kept(net, x, dump_dir=str(tmp_path))
+    optimized = onnx.load(next(tmp_path.rglob("*optimized*.onnx")))
+    count = Counter(node.op_type for node in optimized.graph.node)["LayerNormalization"]
+    assert count == len(net.blocks) * (1 if reentrant is None else 2)
+
+
+_PEAK = """
+import resource, sys
+import torch
+sys.path.insert(0, "tests/lowering")
+from test_recompute import Net
+
+torch.set_num_threads(1)
+net = Net(layers=12, width=128, reentrant=[None, False][int(sys.argv[1])])
+compiled = torch.compile(net, backend="ort_training")
+x = torch.randn(4096, 128, requires_grad=True)
+with open("/proc/self/statm") as file:
+    before = int(file.read().split()[1]) * 4 / 1024
+for _ in range(3):
+    compiled(x).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+"""
+
+
+def test_the_peak_of_memory_is_lower() -> None:
+    """Measured: 12 layers keep 290 MB without checkpoints."""
+    root = Path(__file__).parents[2]
+    runs = (subprocess.run([sys.executable, "-c", _PEAK, mode], cwd=root, capture_output=True, text=True, check=True) for mode in "01")
+    without, with_checkpoints = (float(run.stdout.splitlines()[-1]) for run in runs)
+    assert with_checkpoints < 0.75 * without
