@@ -46,9 +46,9 @@ def choose(wanted: Sequence[str]) -> list[Workload]:
     return chosen or list(WORKLOADS.values())
 
 
-def measure(workloads: Sequence[Workload], mode: str, jobs: int, console: Console) -> list[Result]:
-    """Runs them under a progress bar; results in the order of the workloads."""
-    results = {}
+def measure(workloads: Sequence[Workload], mode: str, jobs: int, console: Console, file: Path | None = None) -> list[Result]:
+    """Runs them under a progress bar; results in the order of the workloads. `file` gets those so far after each."""
+    results: dict[str, Result] = {}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("zoo", total=len(workloads))
         for result in run(workloads, mode, jobs):
@@ -56,6 +56,8 @@ def measure(workloads: Sequence[Workload], mode: str, jobs: int, console: Consol
             progress.update(task, advance=1, description=result.name)
             for line in _problems(result):
                 progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if file is not None:
+                file.write_text(json.dumps([dataclasses.asdict(results[one.name]) for one in workloads if one.name in results], indent=1))
     return [results[workload.name] for workload in workloads]
 
 
@@ -156,11 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in workloads:
             console.print(f"{one.name:32} {one.family}", highlight=False)
         return 0
-    results = measure(workloads, chosen.mode, chosen.jobs, console)
+    results = measure(workloads, chosen.mode, chosen.jobs, console, chosen.json)
     console.print(table(results))
     console.print(totals(results))
-    if chosen.json:
-        chosen.json.write_text(json.dumps([dataclasses.asdict(one) for one in results], indent=1))
     return int(any(one.wrong or one.broken for one in results))
 
 

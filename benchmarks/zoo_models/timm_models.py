@@ -7,7 +7,10 @@ not need it. So timm is no dependency of this project, and where torchvision doe
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
+import types
 from typing import Any
 from unittest import mock
 
@@ -29,9 +32,26 @@ MODELS: dict[str, tuple[dict[str, Any], Sizes]] = {
     "ghostnet_050": ({}, BATCHES),
     "mobilenetv3_small_050": ({}, BATCHES),
     "vit_tiny_patch16_224": ({"img_size": 64, "depth": 2}, FIXED),
-    "mixer_s32_224": ({"img_size": 64, "num_blocks": 2}, FIXED),
+    "mixer_s32_224": ({"img_size": 64}, FIXED),
     "swin_tiny_patch4_window7_224": ({"img_size": 64, "window_size": 4, "depths": (1, 1, 2, 1), "embed_dim": 24}, FIXED),
 }
+
+
+class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of torchvision: an empty one, whose attributes are mocks."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        is_ours = fullname.partition(".")[0] == "torchvision"
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_ours else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = _mock  # type: ignore[method-assign]
+
+
+def _mock(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return mock.MagicMock()
 
 
 def _timm() -> Any:
@@ -40,8 +60,7 @@ def _timm() -> Any:
     except (ImportError, RuntimeError, OSError):
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        names = ("torchvision", "torchvision.transforms", "torchvision.transforms.functional", "torchvision.datasets", "torchvision.models")
-        sys.modules.update({name: mock.MagicMock(__spec__=mock.MagicMock()) for name in names})
+        sys.meta_path.insert(0, _Stub())
     return importlib.import_module("timm")
 
 
