@@ -27,11 +27,13 @@ class Outside:
         operator: Its qualified name, such as `aten::sort`.
         reason: Why.
         where: The user's line, if known.
+        is_choice: Whether ONNX Runtime has a kernel for it, and PyTorch's is faster.
     """
 
     operator: str
     reason: str
     where: str
+    is_choice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,7 +220,7 @@ class _Compilation:
         log.info("%s", made.summary())
         place = "inside the ONNX Runtime session (PythonOp, " if self.target.whole_graphs else "between ONNX Runtime sessions ("
         for one in made.outside:
-            if (one.operator, one.reason) not in _warned:
+            if not one.is_choice and (one.operator, one.reason) not in _warned:
                 _warned.add((one.operator, one.reason))
                 log.warning(
                     "%s runs in PyTorch, %s%d times in %s): %s%s",

@@ -30,12 +30,14 @@ class OutsideCount:
         reason: Why it does not run on ONNX Runtime's own kernels.
         count: How many nodes.
         where: The user's line of the first of them.
+        is_choice: Whether ONNX Runtime could run them as well, and PyTorch is faster.
     """
 
     operator: str
     reason: str
     count: int
     where: str
+    is_choice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
     groups: dict[tuple[str, str], list[Outside]] = {}
     for one in outside:
         groups.setdefault((one.operator, one.reason), []).append(one)
-    counted = [OutsideCount(operator, reason, len(group), group[0].where) for (operator, reason), group in groups.items()]
+    counted = [OutsideCount(operator, reason, len(group), group[0].where, group[0].is_choice) for (operator, reason), group in groups.items()]
     return tuple(sorted(counted, key=lambda one: -one.count))
 
 
