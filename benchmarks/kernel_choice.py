@@ -1,0 +1,273 @@
+"""Times ONNX Runtime's CPU kernels beside PyTorch's, operator by operator and size by size: `python -m benchmarks.kernel_choice [--write]`.
+
+Both run inside a session, PyTorch's as a `PythonOp` with all that it costs there; float32, one thread. A time is the smallest CPU time of the
+thread over many runs, which other processes disturb least. With `--write` the ranges where PyTorch is faster become `lowering/kernel_table.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import operator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ort_backend.joint import lower_inference
+from ort_backend.lowering import kernel_choice
+from ort_backend.runtime import capabilities
+from ort_backend.runtime.counts import RunCounts
+from ort_backend.runtime.inference_graph import InferenceGraph
+from ort_backend.runtime.session import Session, SessionConfig
+
+aten = torch.ops.aten
+rand = torch.randn
+
+TABLE = Path(kernel_choice.__file__).with_name("kernel_table.py")
+# PyTorch's kernel is taken where ONNX Runtime's takes so many times as long: less is within what a machine differs from the next.
+MARGIN = 1.25
+
+Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """One operator at one size: the seconds of either kernel; `ort` is None where ONNX Runtime has none."""
+
+    name: str
+    size: int
+    ort: float | None
+    pytorch: float
+
+
+# -- what is measured
+
+
+def pointwise(n: int) -> Iterator[Case]:
+    """Operators on one vector of `n` elements, and their backwards."""
+    x, g = rand(n), rand(n)
+    for approximate in ("none", "tanh"):
+        yield aten.gelu.default, (x,), {"approximate": approximate}
+        yield aten.gelu_backward.default, (g, x), {"approximate": approximate}
+    for op in (aten.silu, aten.relu, aten.sigmoid, aten.tanh, aten.exp, aten.sin, aten.erf, aten.softplus, aten.hardswish, aten.elu, aten.abs):
+        yield op.default, (x,), {}
+    for op in (aten.silu_backward, aten.sigmoid_backward, aten.tanh_backward, aten.hardswish_backward):
+        yield op.default, (g, x), {}
+    for op in (aten.log, aten.log1p, aten.rsqrt, aten.sqrt, aten.reciprocal):
+        yield op.default, (x.abs() + 0.1,), {}
+    yield aten.threshold_backward.default, (g, x, 0), {}
+    yield aten.leaky_relu_backward.default, (g, x, 0.1, False), {}
+    yield aten.where.self, (x > 0, g, x), {}
+    yield aten.native_dropout_backward.default, (g, x > -1, 1.1), {}
+    yield aten.pow.Tensor_Scalar, (x, 3.0), {}
+    yield aten.clamp.default, (x, -1.0, 1.0), {}
+
+
+def rows(n: int) -> Iterator[Case]:
+    """Operators along the last dimension of a matrix of `n` elements."""
+    width = 256
+    x, g, w, b = rand(n // width, width), rand(n // width, width), rand(width), rand(width)
+    yield aten.native_layer_norm.default, (x, [width], w, b, 1e-5), {}
+    _, mean, rstd = aten.native_layer_norm(x, [width], w, b, 1e-5)
+    yield aten.native_layer_norm_backward.default, (g, x, [width], mean, rstd, w, b, [True, True, True]), {}
+    y = x.softmax(-1)
+    yield aten._softmax.default, (x, -1, False), {}
+    yield aten._softmax_backward_data.default, (g, y, -1, torch.float32), {}
+    yield aten._log_softmax.default, (x, -1, False), {}
+    yield aten._log_softmax_backward_data.default, (g, y.log(), -1, torch.float32), {}
+    for op in (aten.amax, aten.sum.dim_IntList, aten.mean.dim):
+        yield getattr(op, "default", op), (x, [-1], True), {}
+    yield aten.cumsum.default, (x, -1), {}
+    labels = torch.randint(0, width, (n // width,))
+    yield aten.nll_loss_forward.default, (y, labels, None, 1, -100), {}
+    yield aten.nll_loss_backward.default, (torch.tensor(1.0), y, labels, None, 1, -100, torch.tensor(float(len(labels)))), {}
+    yield aten.embedding.default, (x, labels % len(x)), {}
+    yield aten.embedding_dense_backward.default, (rand(len(labels), 64), labels % (n // 64), n // 64, -1, False), {}
+
+
+def images(n: int) -> Iterator[Case]:
+    """Operators on batches of images, `n` elements in all."""
+    side = 32
+    channels = max(8, min(64, n // (4 * side * side)))
+    batch = max(1, n // (channels * side * side))
+    x, w, b = rand(batch, channels, side, side), rand(channels), rand(channels)
+    g = rand(x.shape)
+    yield aten.native_group_norm.default, (x, w, b, batch, channels, side * side, 8, 1e-5), {}
+    _, mean, rstd = aten.native_group_norm(x, w, b, batch, channels, side * side, 8, 1e-5)
+    yield aten.native_group_norm_backward.default, (g, x, mean, rstd, w, batch, channels, side * side, 8, [True, True, True]), {}
+    running = (rand(channels), rand(channels).abs())
+    yield aten._native_batch_norm_legit_functional.default, (x, w, b, *running, True, 0.1, 1e-5), {}
+    _, mean, rstd, *_ = aten._native_batch_norm_legit_functional(x, w, b, *running, True, 0.1, 1e-5)
+    yield aten.native_batch_norm_backward.default, (g, x, w, *running, mean, rstd, True, 1e-5, [True, True, True]), {}
+    window = ([3, 3], [2, 2], [1, 1])
+    pooled, indices = aten.max_pool2d_with_indices(x, *window)
+    yield aten.max_pool2d_with_indices.default, (x, *window), {}
+    yield aten.max_pool2d_with_indices_backward.default, (rand(pooled.shape), x, *window, [1, 1], False, indices), {}
+    yield aten.upsample_nearest2d.vec, (x, None, [2.0, 2.0]), {}
+    yield aten.upsample_nearest2d_backward.vec, (rand(batch, channels, 64, 64), None, list(x.shape), [2.0, 2.0]), {}
+
+
+def convolutions(n: int) -> Iterator[Case]:
+    """Convolutions of images with `n` elements in all, and their backwards."""
+    side = 28
+    for kernel, stride, kind in ((1, 1, "dense"), (3, 1, "dense"), (3, 2, "dense"), (7, 2, "dense"), (3, 1, "depthwise"), (7, 1, "depthwise")):
+        channels = max(8, min(128, n // (4 * side * side)))
+        batch = max(1, n // (channels * side * side))
+        groups = channels if kind == "depthwise" else 1
+        x, w, b = rand(batch, channels, side, side), rand(channels, channels // groups, kernel, kernel), rand(channels)
+        shared = ([stride, stride], [kernel // 2, kernel // 2], [1, 1], False, [0, 0], groups)
+        y = aten.convolution(x, w, b, *shared)
+        yield aten.convolution.default, (x, w, b, *shared), {}
+        yield aten.convolution_backward.default, (rand(y.shape), x, w, [channels], *shared, [True, True, True]), {}
+
+
+def attentions(n: int) -> Iterator[Case]:
+    """Attention of queries with `n` elements in all, over sequences of several lengths, and its backward."""
+    for length in (128, 256, 512, 1024, 2048):
+        heads = n // (64 * length)
+        for causal in (False, True) if heads else ():
+            q, k, v, g = (rand(1, heads, length, 64) for _ in range(4))
+            yield aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, v, 0.0, causal), {}
+            out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+            yield aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (g, q, k, v, out, logsumexp, 0.0, causal), {}
+
+
+KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
+    "pointwise": pointwise,
+    "rows": rows,
+    "images": images,
+    "convolutions": convolutions,
+    "attentions": attentions,
+}
+
+
+# -- how
+
+
+def measure(case: Case, seconds: float) -> Timing:
+    """Both kernels of one operator, each in a session of its own."""
+    op, args, kwargs = case
+    graph, values = _graph(op, args, kwargs)
+    node = next(node for node in graph.nodes if node.op == "call_function")
+    ort, pytorch = (_runner(*_graph(op, args, kwargs), kernels) for kernels in ("onnxruntime", "pytorch"))
+    times: dict[Any, float] = {}
+    for _, run in itertools.product(range(3), (ort, pytorch)):
+        if run is not None:
+            times[run] = min(times.get(run, 1e9), _smallest(run, seconds / 6))
+    return Timing(kernel_choice.operator_class(node), kernel_choice.size_of(node) or 0, times.get(ort), times[pytorch])
+
+
+def _graph(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, list[torch.Tensor]]:
+    mode, graph, values = FakeTensorMode(), fx.Graph(), []
+
+    def placeholder(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        node = graph.placeholder(f"x{len(values)}")
+        node.meta["val"] = mode.from_tensor(leaf)
+        values.append(leaf)
+        return node
+
+    nodes = tuple(placeholder(arg) for arg in args)
+    call = graph.call_function(op, nodes, kwargs)
+    with mode:
+        call.meta["val"] = op(*fx.map_arg(nodes, lambda node: node.meta["val"]), **kwargs)
+    made = call.meta["val"]
+    results = [call]
+    if isinstance(made, tuple):
+        results = [graph.call_function(operator.getitem, (call, i)) for i, part in enumerate(made) if part is not None]
+        for result in results:
+            result.meta["val"] = made[result.args[1]]
+    graph.output(tuple(results))
+    return graph, values
+
+
+def _runner(graph: fx.Graph, values: Sequence[torch.Tensor], kernels: str) -> Callable[[], Any] | None:
+    target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels=kernels)
+    lowered, plan = lower_inference(graph, target, strict=False, name="measured")
+    if kernels == "onnxruntime" and lowered.outside:
+        return None
+    compiled = InferenceGraph(Session(lowered.model, SessionConfig(), lowered.python_calls), plan, RunCounts())
+    return lambda: compiled(list(values))
+
+
+def _smallest(run: Callable[[], Any], seconds: float) -> float:
+    run()
+    best, end = 1e9, time.perf_counter() + seconds
+    for i in itertools.count():
+        started = time.thread_time()
+        run()
+        best = min(best, time.thread_time() - started)
+        if i >= 4 and time.perf_counter() > end:
+            return best
+    raise AssertionError
+
+
+# -- what comes of it
+
+
+def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float], ...]]:
+    """For each operator the sizes between which PyTorch is faster, each range with the median of its ratios.
+
+    A range starts halfway (geometrically) behind the last size at which ONNX Runtime is faster, and ends where PyTorch was measured last.
+    """
+    table = {}
+    for name in sorted({timing.name for timing in timings}):
+        found: list[tuple[int, int, float]] = []
+        run: list[Timing] = []
+        before = 0
+        for timing in [*sorted((t for t in timings if t.name == name), key=lambda t: t.size), None]:
+            if timing is not None and timing.ort is not None and timing.ort > MARGIN * timing.pytorch:
+                run.append(timing)
+                continue
+            if run:
+                ratios = sorted(t.ort / t.pytorch for t in run if t.ort is not None)
+                found.append(
+                    (int((max(before, 1) * run[0].size) ** 0.5) if before else run[0].size, run[-1].size, round(ratios[len(ratios) // 2], 1))
+                )
+            run, before = [], timing.size if timing is not None else 0
+        if found:
+            table[name] = tuple(found)
+    return table
+
+
+def _written(table: dict[str, tuple[tuple[int, int, float], ...]]) -> str:
+    lines = [f'    "{name}": ({" ".join(f"{one}," for one in found)}),' for name, found in table.items()]
+    head = TABLE.read_text().partition("FASTER_IN_PYTORCH")[0]
+    return f"{head}FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {{\n" + "\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_choice", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write lowering/kernel_table.py")
+    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS), help="kinds of operators")
+    parser.add_argument("--powers", nargs="*", type=int, default=[12, 14, 16, 18, 20, 22, 24], help="sizes, as powers of two")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each operator and size")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    timings = []
+    console = Console(width=110)
+    for kind in options.only:
+        for power in options.powers:
+            for case in KINDS[kind](1 << power):
+                timing = measure(case, options.seconds)
+                timings.append(timing)
+                ort = "     no kernel" if timing.ort is None else f"{timing.ort * 1e6:11.0f} us"
+                ratio = "" if timing.ort is None else f"{timing.ort / timing.pytorch:6.2f}"
+                console.print(f"{timing.name:52} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
+    table = ranges([timing for timing in timings if "attention" not in timing.name])  # judged in pairs: lowering/kernel_choice.py
+    print(_written(table))
+    if options.write:
+        TABLE.write_text(_written(table))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Which kernel runs an operator that both ONNX Runtime and PyTorch have: the faster, as measured.
+
+The table is `kernel_table.FASTER_IN_PYTORCH`, written by `python -m benchmarks.kernel_choice --write`. It holds for float32 on the CPU provider
+and one thread. An operator is looked up by its name and shape class, and chosen by its size: the elements of its largest tensor. Small tensors
+always stay with ONNX Runtime, where a node costs less than the call into Python.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
+    """Why PyTorch's kernel runs this node; None where ONNX Runtime's does.
+
+    Args:
+        node: A call of an operator, with fake tensors in its metadata. Symbolic sizes count as their example.
+        target: The ONNX Runtime that the graph is for.
+    """
+    if not target.python_op or target.device_type != "cpu" or target.kernels == "onnxruntime":
+        return None
+    if target.kernels == "pytorch":
+        return "asked for"
+    if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
+        return _long_attention(node)
+    known = FASTER_IN_PYTORCH.get(operator_class(node))
+    if known is None:
+        return None
+    size = size_of(node)
+    ratio = next((ratio for low, high, ratio in known if size is not None and low <= size <= high), None)
+    return None if ratio is None else f"PyTorch's kernel is {ratio:.1f} times as fast at this size"
+
+
+def _long_attention(node: fx.Node) -> str | None:
+    """Attention and its backward, judged together.
+
+    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but it keeps the probabilities, length x length for each head, and
+    reads them in the backward. Beyond 512 that is too much memory. PyTorch's forward keeps none; behind it, ONNX Runtime's backward, which then
+    computes them again, is still the faster one up to 1024 where no half of them is masked (`python -m benchmarks.kernel_choice --only attentions`).
+    """
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    length = given["query"].meta["val"].shape[-2]
+    length = length if isinstance(length, int) else length.node.hint
+    shortest = 512 if node.target is _ATTENTION or given.get("is_causal") else 1024
+    return f"{length} x {length} probabilities are too many to keep" if length is not None and length > shortest else None
+
+
+def operator_class(node: fx.Node) -> str:
+    """The operator's name, behind it the class of its shapes where these decide: `aten::convolution.default depthwise 3x3`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    name = str(node.target)
+    if node.target is aten.convolution.default:
+        return f"{name} {_convolution(node.args[1], node.args[6], node.args[8])}"
+    if node.target is aten.convolution_backward.default:
+        return f"{name} {_convolution(node.args[2], node.args[7], node.args[9])}"
+    if node.target in (aten.gelu.default, aten.gelu_backward.default):
+        return f"{name} {node.kwargs.get('approximate', 'none')}"
+    return name
+
+
+def _convolution(weight: Any, transposed: Any, groups: Any) -> str:
+    shape = weight.meta["val"].shape
+    if transposed or len(shape) != 4 or not all(isinstance(size, int) for size in shape):
+        return "other"
+    kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
+    return f"{kind} {shape[2]}x{shape[3]}"
+
+
+def size_of(node: fx.Node) -> int | None:
+    """Elements of the largest tensor among the node's inputs and results; None if that is unknown, or not all of them are float32."""
+    leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_floating_point() and tensor.dtype != torch.float32 for tensor in tensors):
+        return None
+    sizes = [_elements(tensor) for tensor in tensors]
+    return None if not sizes or None in sizes else max(size for size in sizes if size is not None)
+
+
+def _elements(tensor: torch.Tensor) -> int | None:
+    hints = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    return None if None in hints else math.prod(hints)
