@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Largest relative difference from eager's losses, and of a gradient from eager's in terms of its largest element.
+# Largest relative difference of a loss from eager's, and of a parameter's gradient in the Euclidean norm. A ReLU in front of which rounding
+# decides the sign changes a gradient by more than rounding: ResNet-50's lie up to 2 % from those in float64, eager PyTorch's as well.
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
-GRADIENT_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 2e-1}
+GRADIENT_TOLERANCE = {torch.float32: 5e-2, torch.bfloat16: 2e-1}
 
 # Ratios nearer to 1 than this count as noise even if every round agrees: where memory lies changes as much from process to process.
 RESOLUTION = 0.01
@@ -35,11 +36,11 @@ def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor], d
     """What is wrong with these gradients, None if they are the reference's."""
     if gradients.keys() != reference.keys():
         return f"wrong gradients: only one of this and eager has {sorted(gradients.keys() ^ reference.keys())}"
-    largest = max(wanted.abs().max().item() for wanted in reference.values())
+    largest = max(wanted.norm().item() for wanted in reference.values())
     for name, wanted in reference.items():
-        difference = (gradients[name] - wanted).abs().max().item()
-        if not difference <= GRADIENT_TOLERANCE[dtype] * max(wanted.abs().max().item(), 1e-3 * largest):
-            return f"wrong gradient of {name}: an element is {difference:.3g} from eager's, whose largest is {wanted.abs().max().item():.3g}"
+        difference = (gradients[name] - wanted).norm().item()
+        if not difference <= GRADIENT_TOLERANCE[dtype] * max(wanted.norm().item(), 1e-3 * largest):  # a key's bias has a gradient of rounding only
+            return f"wrong gradient of {name}: {difference:.3g} from eager's, whose norm is {wanted.norm().item():.3g}"
     return None
 
 

@@ -68,7 +68,7 @@ def run(settings: Settings) -> dict[str, Any]:
     cases = [(name, dtype) for name in settings.models for dtype in settings.dtypes]
     models = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress, tempfile.TemporaryDirectory() as folder:
+    with Progress(*columns, refresh_per_second=1) as progress, tempfile.TemporaryDirectory() as folder:
         task = progress.add_task("", total=len(cases) * len(list(_jobs(settings, "", ""))))
         for name, dtype in cases:
             case = name if dtype == "float32" else f"{name}-{dtype}"

@@ -24,8 +24,6 @@ _IMPORTS = {
     "ort_training": ("ort_backend.compiler",),
 }
 
-LEARNING_RATE = 0.01  # plain SGD between the steps, outside the timing: each step has other losses, which depend on the gradients before
-
 
 def import_backend(backend: str) -> float:
     """Imports what the backend needs; the seconds that takes."""
@@ -51,6 +49,7 @@ class Trainer:
     ) -> None:
         self.backend, self._device, self._dtype, self._options = backend, device, dtype, options
         self.model, self.batches = workload.build(device)
+        self._learning_rate = workload.learning_rate
         self._steps = 0
         self._compiled: Any = None
 
@@ -60,7 +59,7 @@ class Trainer:
         self._compiled = None
 
     def step(self) -> tuple[float, float]:
-        """Forward and backward on the next batch: seconds, loss. Then, not timed, the weights move."""
+        """Forward and backward on the next batch: seconds, loss."""
         batch = self.batches[self._steps % len(self.batches)]
         self._steps += 1
         self._synchronize()
@@ -79,11 +78,11 @@ class Trainer:
             return self._compiled(**batch)
 
     def update(self) -> None:
-        """Plain SGD, and the gradients are gone."""
+        """Plain SGD, outside the timing, and the gradients are gone: each step has another loss, which depends on the gradients before."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+                    parameter.sub_(parameter.grad, alpha=self._learning_rate)
         self.model.zero_grad()
 
     def median(self, steps: int) -> float:
