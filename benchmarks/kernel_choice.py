@@ -111,7 +111,7 @@ def images(n: int) -> Iterator[Case]:
     yield aten.max_pool2d_with_indices.default, (x, *window), {}
     yield aten.max_pool2d_with_indices_backward.default, (rand(pooled.shape), x, *window, [1, 1], False, indices), {}
     yield aten.upsample_nearest2d.vec, (x, None, [2.0, 2.0]), {}
-    yield aten.upsample_nearest2d_backward.vec, (rand(batch, channels, 64, 64), None, list(x.shape), [2.0, 2.0]), {}
+    yield aten.upsample_nearest2d_backward.default, (rand(batch, channels, 64, 64), [64, 64], list(x.shape), 2.0, 2.0), {}
 
 
 def convolutions(n: int) -> Iterator[Case]:
@@ -216,7 +216,8 @@ def _smallest(run: Callable[[], Any], seconds: float) -> float:
 def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float], ...]]:
     """For each operator the sizes between which PyTorch is faster, each range with the median of its ratios.
 
-    A range starts halfway (geometrically) behind the last size at which ONNX Runtime is faster, and ends where PyTorch was measured last.
+    One size alone is no range: it may be chance. A range starts halfway (geometrically) behind the last size at which ONNX Runtime is
+    faster, and ends where PyTorch was measured last.
     """
     table = {}
     for name in sorted({timing.name for timing in timings}):
@@ -227,7 +228,7 @@ def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float],
             if timing is not None and timing.ort is not None and timing.ort > MARGIN * timing.pytorch:
                 run.append(timing)
                 continue
-            if run:
+            if len(run) > 1:
                 ratios = sorted(t.ort / t.pytorch for t in run if t.ort is not None)
                 found.append(
                     (int((max(before, 1) * run[0].size) ** 0.5) if before else run[0].size, run[-1].size, round(ratios[len(ratios) // 2], 1))
@@ -264,6 +265,8 @@ def main() -> None:
                 ratio = "" if timing.ort is None else f"{timing.ort / timing.pytorch:6.2f}"
                 console.print(f"{timing.name:52} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
     table = ranges([timing for timing in timings if "attention" not in timing.name])  # judged in pairs: lowering/kernel_choice.py
+    measured = {timing.name for timing in timings}
+    table.update((name, found) for name, found in kernel_choice.FASTER_IN_PYTORCH.items() if name not in measured)
     print(_written(table))
     if options.write:
         TABLE.write_text(_written(table))
