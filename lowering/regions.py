@@ -185,7 +185,8 @@ def _is_free(node: fx.Node) -> bool:
 
 def _keeps_its_place(node: fx.Node) -> bool:
     """Whether a node must run behind all nodes like it that stand before it."""
-    return is_random(node) or has_effect(node) or node.target in (FORWARD, BACKWARD)
+    is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)  # may draw: `run_with_rng_state`
+    return is_random(node) or has_effect(node) or is_higher_order or node.target in (FORWARD, BACKWARD)
 
 
 # -- the order

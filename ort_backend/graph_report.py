@@ -54,7 +54,7 @@ class GraphReport:
         onnx_nodes: Nodes of the ONNX graphs before ONNX Runtime's optimiser, and what PyTorch runs between them.
         functions: Calls of users' `torch.autograd.Function`s, each of which runs the user's own Python.
         inlined_functions: Such calls whose forward and backward were traced into operators instead.
-        outside: What PyTorch runs, most frequent first.
+        outside: What PyTorch runs, most frequent first, and last what it runs by choice.
         passes: The user's passes that it went through, FX passes first.
         capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
         lowering_seconds: Time to write the ONNX graph.
@@ -169,7 +169,7 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
     for one in outside:
         groups.setdefault((one.operator, one.reason), []).append(one)
     counted = [OutsideCount(operator, reason, len(group), group[0].where, group[0].is_choice) for (operator, reason), group in groups.items()]
-    return tuple(sorted(counted, key=lambda one: -one.count))
+    return tuple(sorted(counted, key=lambda one: (one.is_choice, -one.count)))
 
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:

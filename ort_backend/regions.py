@@ -26,8 +26,9 @@ from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outsid
 from ort_backend.lowering.partition import dependencies
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.passes.saved_views import save_bases
 from ort_backend.lowering.provenance import operator_name, user_line
-from ort_backend.lowering.regions import FUNCTION, Schedule, Step, between, frontier, is_value, schedule
+from ort_backend.lowering.regions import FUNCTION, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
@@ -70,11 +71,12 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = _tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    save_bases(forward, backward, num_fwd_outputs)
     return Halves(forward, backward, places)
 
 
 def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str) -> RegionLowering:
-    """Lowers a forward-only, forward or backward graph.
+    """Lowers a graph that has a forward, a backward, or no gradients at all.
 
     Raises:
         LoweringError: `strict` is set and a node does not run on ONNX Runtime.
@@ -91,9 +93,10 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
             break
         except _Refused as refusal:  # a region saw less than the whole graph did
             refused[refusal.node] = refusal.reason
-    outside = [Outside(operator_name(node.target), reason, user_line(node)) for node, reason in plan.reasons.items() if _counts(node, reason)]
-    if strict and outside:
-        raise NotOnOrt(outside[0].operator, outside[0].reason, outside[0].where)
+    outside = [_outside(node, reason) for node, reason in plan.reasons.items() if _counts(node, reason)]
+    for one in outside:
+        if strict and not one.is_choice:
+            raise NotOnOrt(one.operator, one.reason, one.where)
     models = tuple(region.lowered for region in regions.of_step.values())
     calls = [node for node in plan.reasons if node.target in (FORWARD, BACKWARD)]
     content = Content(
@@ -106,6 +109,10 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
         python_nodes=False,
     )
     return RegionLowering(models, content, lambda sessions: _Writer(graph, plan, regions, sessions, draws).plan())
+
+
+def _outside(node: fx.Node, reason: str) -> Outside:
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason == TOO_SMALL)
 
 
 def _counts(node: fx.Node, reason: str) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from torch import nn
 
 import ort_backend
 from ort_backend.graph_report import GraphReport
+from ort_backend.runtime import capabilities
+
+# Without training kernels (the package `onnxruntime`) forward and backward have sessions of their own, with PyTorch between them.
+WHOLE_GRAPHS = capabilities.has_training() and capabilities.has_python_op()
+single_session = pytest.mark.skipif(not WHOLE_GRAPHS, reason="about forward and backward in one session, which needs onnxruntime-training")
 
 RTOL, ATOL = 1e-4, 1e-5
 
@@ -29,6 +35,11 @@ def refused(kind: type[Exception], match: str) -> Iterator[pytest.ExceptionInfo[
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match) as caught:
         yield caught
     assert isinstance(caught.value.inner_exception, kind)
+
+
+def onnx_files(folder: Path, name: str) -> list[Path]:
+    """The graphs of one compile that `dump_dir` has, as lowered: one, or those of forward and backward."""
+    return sorted(path for path in folder.glob(f"{name}.*onnx") if not path.name.endswith(".optimized.onnx"))
 
 
 @dataclasses.dataclass
@@ -50,7 +61,7 @@ class Ran:
 
     @property
     def python_ops(self) -> list[str]:
-        return sorted({one.operator for graph in self.graphs for one in graph.outside})
+        return sorted({one.operator for graph in self.graphs for one in graph.outside if not one.is_choice})
 
 
 @contextlib.contextmanager
@@ -68,7 +79,7 @@ def on_ort(
         graphs: How many were compiled.
         forwards: How often all of them ran forward. None: at least once each.
         backwards: Likewise backward. None: at least once for each training graph.
-        python_ops: The operators that run as `PythonOp`. None: any.
+        python_ops: The operators that PyTorch runs for want of a lowering or kernel. None: any.
         idle: Whether a compiled graph may have no backward run.
     """
     torch._dynamo.reset()
@@ -81,6 +92,7 @@ def on_ort(
         assert len(ran.graphs) in (graphs if isinstance(graphs, range) else [graphs]), [graph.summary() for graph in ran.graphs]
     assert python_ops is None or ran.python_ops == sorted(python_ops), [graph.outside for graph in ran.graphs]
     for graph in ran.graphs:
+        assert graph.sessions > 0 or graph.outside or graph.functions or graph.onnx_nodes == 0, f"{graph.name} has no session"
         assert graph.counts.forward > 0 and graph.counts.eager == 0, f"{graph.name}: {graph.counts}"
         assert idle or graph.kind == "inference" or graph.counts.backward > 0, f"{graph.name} never ran backward"
     assert forwards is None or ran.forwards == forwards
