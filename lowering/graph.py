@@ -203,7 +203,7 @@ class GraphLowering:
             return self._item(node)
         if operator_name(node.target) in DROPPED:
             return None
-        if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype:  # type: ignore[union-attr]
+        if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype and not _conjugates(node):  # type: ignore[union-attr]
             return self.value(node.args[0])
         self._lowered += 1
         if node.target in (FORWARD, BACKWARD):
@@ -452,6 +452,10 @@ class GraphLowering:
                 return written
             raise LoweringError(f"{operator_name(node.target)} of symbolic numbers has no ONNX form{at(user_line(node))}")
         return symbolic.write(self.op, node.target, args)
+
+
+def _conjugates(node: fx.Node) -> bool:
+    return node.target is aten._conj_physical.default and node.meta["val"].is_complex()
 
 
 def _types(node: ir.Node) -> str:

@@ -251,7 +251,8 @@ def _tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node])
     described = graph.output_node().meta.get("desc")
     if described is None:
         return None
-    names = [str(one) for one in described[:outputs]]
+    # The tokens of effects come first, and AOTAutograd takes them off before autograd sees the rest.
+    names = [str(one) for one in described[:outputs] if type(one).__name__ != "ForwardTokenAOTOutput"]
     wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in tangents]
     return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
 

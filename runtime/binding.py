@@ -88,7 +88,8 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
         return torch.tensor
     if one.is_empty:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
         carried = _inward(Input(one.position, dtype)) or (lambda tensor: tensor)
-        return lambda tensor: carried(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+        # AOTAutograd hands None to a backward for the tokens of effects, which stand in the graph as empty tensors.
+        return lambda tensor: carried(torch.empty(0) if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
     if dtype is torch.bool or dtype not in _NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor

@@ -140,6 +140,7 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
     the session is made, and free memory that is torch's.
@@ -147,6 +148,8 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    if _has_empty_fill(model):
+        harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):
         harmful.append("ConstantFolding")
     if _has_activation_behind_yield(model):
@@ -165,6 +168,11 @@ _LARGE = 1 << 20  # elements
 def _has_large_fill(model: ir.Model) -> bool:
     shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
     return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
+
+
+def _has_empty_fill(model: ir.Model) -> bool:
+    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
+    return any(shape is not None and 0 in shape for shape in shapes)
 
 
 def _folds_too_much(model: ir.Model) -> bool:

@@ -274,6 +274,8 @@ def _broadcast_shape(op: Any, parts: Sequence[ir.Value], ranks: int) -> ir.Value
     known = [sizes(part) for part in parts]
     if all(one is not None for one in known):
         return int64s(op, list(torch.broadcast_shapes(*known)))
+    if len({part.dtype for part in parts}) > 1:  # a mask among them
+        parts = [op.Cast(part, to=ir.DataType.INT64) for part in parts]
     whole = parts[0]
     for part in parts[1:]:
         whole = op.Add(whole, part)

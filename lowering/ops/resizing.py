@@ -48,6 +48,8 @@ def _resized(op: Any, value: ir.Value, at: int, matrix: np.ndarray) -> ir.Value:
 def along_axis(op: Any, value: ir.Value, at: int, matrix: ir.Value, transposed: ir.Value, new: Size) -> ir.Value:
     """`value` with axis `at` multiplied by a matrix, which is given both ways."""
     last = rank(value) - 1
+    if any(part == 0 for part in value.shape or ()):
+        raise Unsupported("matrix products of zero-sized tensors")
     if at == last:
         made = op.MatMul(value, transposed)
     elif at == last - 1:

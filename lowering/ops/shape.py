@@ -115,6 +115,12 @@ def expand(op: Any, self: ir.Value, size: Sequence[Size], implicit: bool = False
         name = name_of(part)
         kept = i >= new and (name == -1 or (name is not None and name == dim_name(self, i - new)))
         wanted.append(1 if kept else part)
+    empty = [i for i, part in enumerate(wanted) if not isinstance(part, ir.Value) and part == 0]
+    if empty:  # ONNX Runtime's optimiser takes an Expand from 1 to 0 for one that does nothing (1.19.2)
+        self = op.Unsqueeze(self, int64s(op, list(range(new)))) if new else self
+        none = int64s(op, [0] * len(empty))
+        self, new = op.Slice(self, none, none, int64s(op, empty)), 0
+        wanted = [1 if i in empty else part for i, part in enumerate(wanted)]
     if all(not isinstance(part, ir.Value) and part == 1 for part in wanted):
         return op.Unsqueeze(self, int64s(op, list(range(new)))) if new else self
     return op.Expand(self, as_vector(op, wanted))

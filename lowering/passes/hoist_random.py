@@ -68,7 +68,8 @@ def hoist(graph: fx.Graph) -> Hoisted:
         draw = _draw_of(node, placeholders)
         if draw is None:
             return Hoisted(tuple(draws), tuple(random[i:]))
-        with graph.inserting_after([*placeholders, *(n for n in graph.nodes if "draw" in n.meta)][-1]):
+        inputs = [*placeholders, *(n for n in graph.nodes if "draw" in n.meta)]
+        with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(next(iter(graph.nodes))):
             placeholder = graph.placeholder(f"random_{len(draws)}")
         placeholder.meta["draw"] = len(draws)
         _replace(graph, node, placeholder)
