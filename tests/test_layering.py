@@ -32,6 +32,8 @@ RULES = {
     "ort_backend.errors": Rule(may=BASE),
     "ort_backend.target": Rule(may=BASE),
     "ort_backend.lowering": Rule(may=("ort_backend.lowering", *BASE, "torch", "onnxscript", "onnx_ir", "numpy")),
+    # A command, which nobody imports.
+    "ort_backend.lowering.__main__": Rule(may=("ort_backend.lowering", "ort_backend.runtime", "ort_backend.supported", *BASE, "torch", "rich")),
     "ort_backend.runtime": Rule(may=("ort_backend.runtime", *BASE, "torch", "onnxruntime", "onnx_ir", "numpy"), but_not=("torch.fx",)),
     "ort_backend.guards": Rule(may=("ort_backend.guards", "ort_backend.options", "ort_backend.errors", "torch")),
     # The face: compiler, joint, graph_report, environment, debug, verify. Nothing below it imports it, as the rules above say.
