@@ -1,6 +1,7 @@
 # Everything from nothing but Python 3.11 and make:
 #   make train   train a character-level GPT on ONNX Runtime and compare it with eager PyTorch
 #   make test    run the tests
+#   make test-all   run every operator of PyTorch's operator database (hours); ARGS="--match REGEX", --kinds, --sizes, --json FILE --resume
 #   make lint    ruff and mypy
 #   make benchmark   measure three models in eager PyTorch, inductor and on ONNX Runtime (a few minutes)
 PYTHON ?= python3.11
@@ -11,7 +12,7 @@ ARGS ?=
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
 
-.PHONY: train benchmark test lint format clean
+.PHONY: train benchmark test test-all lint format clean
 
 train: $(VENV)/installed-examples
 	$(VENV)/bin/python examples/train_gpt.py $(ARGS)
@@ -21,6 +22,9 @@ benchmark: $(VENV)/installed-benchmarks
 
 test: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
+test-all: $(VENV)/installed-dev
+	PYTHONPATH=tests $(VENV)/bin/python -m ops.run_all --workers $(WORKERS) $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

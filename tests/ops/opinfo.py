@@ -1,4 +1,7 @@
-"""Runs samples of PyTorch's operator database through `torch.compile(backend="ort_training")` and through eager."""
+"""Runs samples of PyTorch's operator database through `torch.compile(backend="ort_training")` and through eager.
+
+All samples of a case are one graph: compiled once, run forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -7,65 +10,78 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
 from ort_backend import graph_report
+from ort_backend.operator_database import Sample
+from ort_backend.sample_program import Program
+
+Results = list[list[Any]]
+"""For each sample: its results, and behind them the gradients of its inputs (None where there is none)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one sample gave: results and gradients of both, and what did not run on ONNX Runtime's own kernels."""
+    """What the samples gave on ONNX Runtime, and what did not run on its own kernels."""
 
-    actual: list[Any]
-    expected: list[Any]
+    results: Results
     onnx_nodes: int
-    outside: tuple[str, ...]
+    outside: tuple[tuple[str, str], ...]
 
 
-def samples(info: OpInfo, dtype: torch.dtype, at_most: int | None) -> Iterator[SampleInput]:
-    """Samples of an operator, spread evenly over all that there are."""
-    every = list(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)))
-    if at_most is None or len(every) <= at_most:
-        yield from every
-    else:
-        step = (len(every) - 1) / max(at_most - 1, 1)
-        yield from (every[round(i * step)] for i in range(at_most))
+def in_eager(info: OpInfo, chosen: Sequence[Sample], dtype: torch.dtype | None = None) -> Results:
+    """What the samples give in eager PyTorch; `dtype`: with the floating-point tensors cast to it."""
+    return _results_and_gradients(Program(info.op, [sample.given for sample in chosen]), dtype=dtype)
 
 
-def run(info: OpInfo, sample: SampleInput) -> Outcome:
-    """One sample, forward and backward."""
-    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
-
-    def function(*given: torch.Tensor) -> list[Any]:
-        filled = list(leaves)
-        for i, tensor in zip(places, given):
-            filled[i] = tensor
-        first, args, kwargs = pytree.tree_unflatten(filled, spec)
-        results = pytree.tree_leaves(info.op(first, *args, **kwargs))
-        # A copy: AOTAutograd would compute a view of an argument outside of the graph.
-        return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
-
+def compiled(info: OpInfo, chosen: Sequence[Sample], *, dynamic: bool, backend: str = "ort_training") -> Outcome:
+    """What the samples give compiled, as one graph; `dynamic`: with every size but 0 and 1 symbolic."""
+    program = Program(info.op, [sample.given for sample in chosen])
     torch._dynamo.reset()
     graph_report.clear()
-    expected = _results_and_gradients(function, tensors)
-    actual = _results_and_gradients(torch.compile(function, backend="ort_training", fullgraph=True, dynamic=False), tensors)
+    results = _results_and_gradients(program, lambda function: torch.compile(function, backend=backend, fullgraph=True), dynamic=dynamic)
     graphs = graph_report.report().graphs
-    outside = tuple(f"{one.operator} ({one.reason})" for graph in graphs for one in graph.outside)
-    return Outcome(actual, expected, sum(graph.onnx_nodes - graph.python_ops for graph in graphs), outside)
+    outside = sorted({(one.operator, one.reason) for graph in graphs for one in graph.outside})
+    return Outcome(results, sum(graph.onnx_nodes - graph.python_ops for graph in graphs), tuple(outside))
 
 
-def _results_and_gradients(function: Callable[..., list[Any]], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+def _results_and_gradients(
+    program: Program, transform: Callable[[Any], Any] = lambda function: function, *, dynamic: bool = False, dtype: torch.dtype | None = None
+) -> Results:
+    inputs = [[_input(tensor, dtype) for tensor in tensors] for tensors in program.tensors]
+    flat = [tensor for tensors in inputs for tensor in tensors]
+    if dynamic:
+        for one in flat:
+            torch._dynamo.maybe_mark_dynamic(one, [d for d, size in enumerate(one.shape) if size > 1])
     torch.manual_seed(0)
-    results = function(*inputs)
-    differentiable = [result for result in results if isinstance(result, torch.Tensor) and result.requires_grad]
-    gradients: Sequence[Any] = []
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if differentiable and wanted:
-        torch.manual_seed(1)
-        tangents = [torch.randn(result.shape, dtype=result.dtype) for result in differentiable]
-        gradients = torch.autograd.grad(differentiable, wanted, tangents, allow_unused=True)
-    return [result.detach() if isinstance(result, torch.Tensor) else result for result in (*results, *gradients)]
+    results = [pytree.tree_leaves(result) for result in transform(program.function)(*flat)]
+    gradients = _gradients(results, inputs)
+    return [[*(_plain(result) for result in mine), *theirs] for mine, theirs in zip(results, gradients)]
+
+
+def _input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    made = tensor.detach().clone()
+    if dtype is not None and made.is_floating_point():
+        made = made.to(dtype)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _gradients(results: Results, inputs: list[list[torch.Tensor]]) -> Results:
+    """The gradients of each sample's inputs, for random tangents that are the same in every run."""
+    flat = [result for result in pytree.tree_leaves(results) if isinstance(result, torch.Tensor) and result.requires_grad]
+    wanted = [tensor for tensors in inputs for tensor in tensors if tensor.requires_grad]
+    found: Iterator[Any] = iter(())
+    if flat and wanted:
+        found = iter(torch.autograd.grad(flat, wanted, [_tangent(i, result) for i, result in enumerate(flat)], allow_unused=True))
+    return [[next(found, None) if tensor.requires_grad else None for tensor in tensors] for tensors in inputs]
+
+
+def _tangent(seed: int, result: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kind = torch.complex128 if result.is_complex() else torch.float64
+    return torch.randn(result.shape, dtype=kind, generator=generator).to(result.dtype)
+
+
+def _plain(result: Any) -> Any:
+    return result.detach() if isinstance(result, torch.Tensor) else result
