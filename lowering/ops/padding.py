@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import rank, size, sizes
-from ort_backend.lowering.constants import Scalar, int64s, scalar_like
+from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.constants import Scalar, constant, int64s, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector
 
@@ -86,13 +86,12 @@ _END = 2**63 - 1
 def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """reflection_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
     grad_output = _uncut(op, grad_output, padding)
-    for at, before, after, total in _padded_axes(self, padding):
-        parts = [_cut(op, grad_output, at, before, before + total)]
+    for at, before, after, total in _padded_axes(op, self, padding):
+        parts = [_cut(op, grad_output, at, before, -after)]
         if before:
-            parts.append(_pad(op, _reversed(op, grad_output, at, before - 1, -1), self, at, 1, total - before - 1))
+            parts.append(_pad(op, _reversed(op, grad_output, at, before - 1, -1), self, at, 1, _minus(op, total, before + 1)))
         if after:
-            end = before + total
-            parts.append(_pad(op, _reversed(op, grad_output, at, end + after - 1, end - 1), self, at, total - after - 1, 1))
+            parts.append(_pad(op, _reversed(op, grad_output, at, -1, -1 - after), self, at, _minus(op, total, after + 1), 1))
         grad_output = _sum(op, parts)
     return grad_output
 
@@ -101,14 +100,13 @@ def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padd
 def replication_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padding: Sequence[Size]) -> ir.Value:
     """replication_pad1d_backward(Tensor grad_output, Tensor self, SymInt[2] padding) -> Tensor"""
     grad_output = _uncut(op, grad_output, padding)
-    for at, before, after, total in _padded_axes(self, padding):
-        parts = [_cut(op, grad_output, at, before, before + total)]
+    for at, before, after, total in _padded_axes(op, self, padding):
+        parts = [_cut(op, grad_output, at, before, -after)]
         where = int64s(op, [at])
         if before:
-            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, 0, before), where), self, at, 0, total - 1))
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, 0, before), where), self, at, 0, _minus(op, total, 1)))
         if after:
-            end = before + total
-            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, end, end + after), where), self, at, total - 1, 0))
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, -after, 0), where), self, at, _minus(op, total, 1), 0))
         grad_output = _sum(op, parts)
     return grad_output
 
@@ -119,32 +117,38 @@ def _uncut(op: Any, grad_output: ir.Value, padding: Sequence[Size]) -> ir.Value:
     return grad_output if _nothing(missing) else op.Pad(grad_output, as_vector(op, _pads(grad_output, missing)))
 
 
-def _padded_axes(value: ir.Value, padding: Sequence[Size]) -> list[tuple[int, int, int, int]]:
+def _padded_axes(op: Any, value: ir.Value, padding: Sequence[Size]) -> list[tuple[int, int, int, Size]]:
     """Each padded axis: its number, what was put before and after it, its own size."""
-    if sizes(value) is None or any(isinstance(part, ir.Value) for part in padding):
-        raise Unsupported("the gradient of a padding of dynamic size")
     found = []
     for i in range(len(padding) // 2):
-        before, after, at = max(padding[2 * i], 0), max(padding[2 * i + 1], 0), rank(value) - 1 - i  # type: ignore[type-var]
-        if before or after:
-            found.append((at, before, after, size(value, at)))
-    return found  # type: ignore[return-value]
+        before, after = padding[2 * i : 2 * i + 2]
+        if isinstance(before, ir.Value) or isinstance(after, ir.Value):
+            raise Unsupported("the gradient of a padding of dynamic size")
+        if max(before, after) > 0:
+            at = rank(value) - 1 - i
+            found.append((at, max(before, 0), max(after, 0), length(op, value, at)))
+    return found
+
+
+def _minus(op: Any, total: Size, number: int) -> Size:
+    return total - number if isinstance(total, int) else op.Sub(total, constant(op, number, ir.DataType.INT64))
 
 
 def _cut(op: Any, value: ir.Value, at: int, start: int, end: int) -> ir.Value:
-    return op.Slice(value, int64s(op, [start]), int64s(op, [end]), int64s(op, [at]))
+    """The elements from `start` to before `end`, which is counted from the back if negative, and the axis' own end if zero."""
+    return op.Slice(value, int64s(op, [start]), int64s(op, [end or _END]), int64s(op, [at]))
 
 
 def _reversed(op: Any, value: ir.Value, at: int, last: int, before_first: int) -> ir.Value:
-    """The elements from `last` down to the one behind `before_first`."""
-    end = before_first if before_first >= 0 else -(2**63) + 1
+    """The elements from `last` down to the one behind `before_first`; both may be counted from the back, the latter if `last` is."""
+    end = before_first if before_first >= 0 or last < 0 else -(2**63) + 1
     return op.Slice(value, int64s(op, [last]), int64s(op, [end]), int64s(op, [at]), int64s(op, [-1]))
 
 
-def _pad(op: Any, value: ir.Value, like: ir.Value, at: int, before: int, after: int) -> ir.Value:
-    pads = [0] * (2 * rank(like))
+def _pad(op: Any, value: ir.Value, like: ir.Value, at: int, before: Size, after: Size) -> ir.Value:
+    pads: list[Size] = [0] * (2 * rank(like))
     pads[at], pads[at + rank(like)] = before, after
-    return op.Pad(value, int64s(op, pads))
+    return op.Pad(value, as_vector(op, pads))
 
 
 def _sum(op: Any, parts: Sequence[ir.Value]) -> ir.Value:

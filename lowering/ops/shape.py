@@ -8,10 +8,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axis, length, rank, size, sizes
+from ort_backend.lowering.axes import axis, length, rank, size
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.dtypes import to_ir, to_torch
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector, name_of, reshape
 
 aten = torch.ops.aten
@@ -236,25 +236,34 @@ def _triangle(op: Any, value: ir.Value, diagonal: Size, upper: int) -> ir.Value:
     return op.Trilu(value, diagonal, upper=upper)
 
 
-@register(aten.pixel_shuffle.default)
+@register(aten.pixel_shuffle.default, any_dtype=True)
 def pixel_shuffle(op: Any, self: ir.Value, upscale_factor: int) -> ir.Value:
     """pixel_shuffle(Tensor self, int upscale_factor) -> Tensor"""
-    if rank(self) != 4:
-        raise Unsupported(f"pixel_shuffle of {rank(self)} dimensions")
-    return op.DepthToSpace(self, blocksize=upscale_factor, mode="CRD")
+    r = upscale_factor
+    *outer, c, h, w = (length(op, self, i) for i in range(rank(self)))
+    n, channels = len(outer), _divided(op, c, r * r)
+    cells = op.Reshape(self, as_vector(op, [*outer, channels, r, r, h, w]), allowzero=1)
+    order = [*range(n), n, n + 3, n + 1, n + 4, n + 2]
+    return op.Reshape(op.Transpose(cells, perm=order), as_vector(op, [*outer, channels, _multiplied(op, h, r), _multiplied(op, w, r)]), allowzero=1)
 
 
 @register(aten.pixel_unshuffle.default, any_dtype=True)
 def pixel_unshuffle(op: Any, self: ir.Value, downscale_factor: int) -> ir.Value:
     """pixel_unshuffle(Tensor self, int downscale_factor) -> Tensor"""
-    known, r = sizes(self), downscale_factor
-    if known is None:
-        raise Unsupported("pixel_unshuffle of dynamic sizes")
-    *outer, c, h, w = known
-    n = len(outer)
-    cells = op.Reshape(self, int64s(op, [*outer, c, h // r, r, w // r, r]), allowzero=1)
+    r = downscale_factor
+    *outer, c, h, w = (length(op, self, i) for i in range(rank(self)))
+    n, rows, columns = len(outer), _divided(op, h, r), _divided(op, w, r)
+    cells = op.Reshape(self, as_vector(op, [*outer, c, rows, r, columns, r]), allowzero=1)
     order = [*range(n), n, n + 2, n + 4, n + 1, n + 3]
-    return op.Reshape(op.Transpose(cells, perm=order), int64s(op, [*outer, c * r * r, h // r, w // r]), allowzero=1)
+    return op.Reshape(op.Transpose(cells, perm=order), as_vector(op, [*outer, _multiplied(op, c, r * r), rows, columns]), allowzero=1)
+
+
+def _divided(op: Any, number: Size, by: int) -> Size:
+    return number // by if isinstance(number, int) else op.Div(number, constant(op, by, ir.DataType.INT64))
+
+
+def _multiplied(op: Any, number: Size, by: int) -> Size:
+    return number * by if isinstance(number, int) else op.Mul(number, constant(op, by, ir.DataType.INT64))
 
 
 @register(aten.unfold.default, any_dtype=True)

@@ -12,7 +12,6 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import constant, int64s
-from ort_backend.lowering.ops.comparison import where_
 from ort_backend.lowering.ops.shape import dim_name
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector, name_of
@@ -182,17 +181,6 @@ def select_scatter(op: Any, self: ir.Value, src: ir.Value, dim: int, index: Size
 # -- split
 
 
-@register(aten.split.Tensor, aten.unsafe_split.Tensor, any_dtype=True)
-def split(op: Any, self: ir.Value, split_size: Size, dim: int = 0) -> Sequence[ir.Value]:
-    """split.Tensor(Tensor(a -> *) self, SymInt split_size, int dim=0) -> Tensor(a)[]"""
-    total = size(self, axis(self, dim))
-    if total is None or isinstance(split_size, ir.Value):
-        raise Unsupported("the number of parts is not known from static sizes")
-    if total <= split_size:
-        return [self]
-    return split_with_sizes(op, self, [min(split_size, total - i) for i in range(0, total, split_size)], dim)
-
-
 @register(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, any_dtype=True)
 def split_with_sizes(op: Any, self: ir.Value, split_sizes: Sequence[Size], dim: int = 0) -> Sequence[ir.Value]:
     """split_with_sizes(Tensor(a -> *) self, SymInt[] split_sizes, int dim=0) -> Tensor(a)[]"""
@@ -208,91 +196,6 @@ def unbind(op: Any, self: ir.Value, dim: int = 0) -> Sequence[ir.Value]:
     if total is None:
         raise Unsupported("the number of parts is not known from static sizes")
     return [select(op, self, dim, i) for i in range(total)]
-
-
-# -- diagonals
-
-
-def _start(offset: int, columns: int) -> int:
-    """Where a diagonal starts in its flattened matrix."""
-    return offset if offset >= 0 else -offset * columns
-
-
-def _behind(order_of: int, dim1: int, dim2: int) -> list[int]:
-    """The axes in the order that puts `dim1` and `dim2` last."""
-    return [*(i for i in range(order_of) if i not in (dim1, dim2)), dim1, dim2]
-
-
-@register(aten.diagonal.default, any_dtype=True)
-def diagonal(op: Any, self: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
-    """diagonal(Tensor(a) self, int offset=0, int dim1=0, int dim2=1) -> Tensor(a)"""
-    known = sizes(self)
-    if known is None:
-        raise Unsupported("a diagonal of dynamic sizes")
-    order = _behind(rank(self), axis(self, dim1), axis(self, dim2))
-    *outer, rows, columns = (known[i] for i in order)
-    count = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
-    start = _start(offset, columns)
-    flat = op.Reshape(op.Transpose(self, perm=order), int64s(op, [*outer, rows * columns]), allowzero=1)
-    end = start + (count - 1) * (columns + 1) + 1 if count else start
-    return op.Slice(flat, int64s(op, [start]), int64s(op, [end]), int64s(op, [len(outer)]), int64s(op, [columns + 1]))
-
-
-def _on_diagonal(op: Any, value: ir.Value, known: list[int], offset: int, dim1: int, dim2: int) -> ir.Value:
-    """Zeros of sizes `known` with `value` on a diagonal.
-
-    Every element with `columns` zeros behind it: in a row of these, each stands one column further than the one before.
-    """
-    order = _behind(len(known), dim1, dim2)
-    *outer, rows, columns = (known[i] for i in order)
-    count = size(value, rank(value) - 1)
-    if count is None:
-        raise Unsupported("a diagonal of dynamic sizes")
-    n, start = len(outer), _start(offset, columns)
-    cell = op.Reshape(value, int64s(op, [*outer, count, 1]))
-    row = op.Reshape(op.Pad(cell, int64s(op, [0] * (n + 2) + [0] * (n + 1) + [columns])), int64s(op, [*outer, count * (columns + 1)]))
-    missing = rows * columns - start - count * (columns + 1)
-    # ONNX Runtime's Pad writes past its output where it extends one end of an axis and cuts the other (1.19.2).
-    flat = op.Pad(row, int64s(op, [0] * n + [start] + [0] * n + [max(missing, 0)]))
-    flat = flat if missing >= 0 else op.Slice(flat, int64s(op, [0]), int64s(op, [rows * columns]), int64s(op, [n]))
-    matrix = op.Reshape(flat, int64s(op, [*outer, rows, columns]))
-    back = [order.index(i) for i in range(len(known))]
-    return matrix if back == sorted(back) else op.Transpose(matrix, perm=back)
-
-
-@register(aten.diagonal_backward.default)
-def diagonal_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], offset: int, dim1: int, dim2: int) -> ir.Value:
-    """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int dim2) -> Tensor"""
-    if any(isinstance(part, ir.Value) for part in input_sizes) or 0 in input_sizes:
-        raise Unsupported("a diagonal of dynamic sizes, or of none")
-    known = [int(part) for part in input_sizes]  # type: ignore[arg-type]
-    return _on_diagonal(op, grad_output, known, offset, dim1 % len(known), dim2 % len(known))
-
-
-@register(aten.diag_embed.default)
-def diag_embed(op: Any, self: ir.Value, offset: int = 0, dim1: int = -2, dim2: int = -1) -> ir.Value:
-    """diag_embed(Tensor self, int offset=0, int dim1=-2, int dim2=-1) -> Tensor"""
-    known = sizes(self)
-    if known is None or 0 in known:
-        raise Unsupported("a diagonal of dynamic sizes, or of none")
-    side = known[-1] + abs(offset)
-    a, b = dim1 % (len(known) + 1), dim2 % (len(known) + 1)
-    whole = known[:-1]
-    for at in sorted((a, b)):
-        whole.insert(at, side)
-    return _on_diagonal(op, self, whole, offset, a, b)
-
-
-@register(aten.diagonal_scatter.default)
-def diagonal_scatter(op: Any, self: ir.Value, src: ir.Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> ir.Value:
-    """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
-    known = sizes(self)
-    if known is None or 0 in known:
-        raise Unsupported("a diagonal of dynamic sizes, or of none")
-    a, b = axis(self, dim1), axis(self, dim2)
-    mask = torch.zeros([known[i] if i in (a, b) else 1 for i in range(len(known))], dtype=torch.bool)
-    torch.diagonal(mask, offset, a, b).fill_(True)
-    return where_(op, constant(op, mask.numpy(), ir.DataType.BOOL), _on_diagonal(op, src, known, offset, a, b), self)
 
 
 # -- memory addressed by strides

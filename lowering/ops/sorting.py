@@ -9,10 +9,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axis, length, rank, size
+from ort_backend.lowering.axes import axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.ops.reduction import nan_at
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
@@ -84,15 +84,14 @@ def median_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> Sequ
     """median.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
     if rank(self) == 0:
         return _scalar(op, self)
-    total = size(self, axis(self, dim))
-    if total is None:
-        raise Unsupported("the median of a dynamic size")
+    total = length(op, self, axis(self, dim))
+    middle = (total + 1) // 2 if isinstance(total, int) else op.Div(op.Add(total, 1), constant(op, 2, ir.DataType.INT64))
     nans = nan_at(op, self)
     if nans is None:
-        return _last(op, self, (total + 1) // 2, dim, keepdim)
+        return _last(op, self, middle, dim, keepdim)
     # One NaN, and the median is the first of them.
     at = axis(self, dim)
-    _, index = _last(op, self, (total + 1) // 2, dim, True)
+    _, index = _last(op, self, middle, dim, True)
     any_nan = op.Cast(op.ReduceMax(nans, int64s(op, [at])), to=ir.DataType.BOOL)
     index = op.Where(any_nan, op.ArgMax(nans, axis=at), index)
     value = op.GatherElements(self, index, axis=at)
@@ -102,9 +101,37 @@ def median_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> Sequ
 @register(aten.median.default)
 def median(op: Any, self: ir.Value) -> ir.Value:
     """median(Tensor self) -> Tensor"""
-    flat = op.Reshape(self, int64s(op, [-1]))
-    flat.shape = ir.Shape([_elements(self)])
-    return median_dim(op, flat, 0)[0]
+    return median_dim(op, _flat(op, self), 0)[0]
+
+
+@register(aten.nanmedian.dim)
+def nanmedian_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> Sequence[ir.Value]:
+    """nanmedian.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)"""
+    nans = nan_at(op, self)
+    if nans is None or rank(self) == 0:
+        return median_dim(op, self, dim, keepdim)
+    # NaN comes last, as often as there are some; of nothing but NaN it is the first.
+    at = axis(self, dim)
+    total = length(op, self, at)
+    _, order = _top(op, self, total, at, largest=False)
+    one, two = (constant(op, number, ir.DataType.INT64) for number in (1, 2))
+    missing = op.ReduceSum(op.Cast(nans, to=ir.DataType.INT64), int64s(op, [at]))
+    middle = op.Div(op.Sub(op.Sub(constant(op, total, ir.DataType.INT64) if isinstance(total, int) else total, missing), one), two)
+    index = op.GatherElements(order, middle, axis=at)
+    value = op.GatherElements(self, index, axis=at)
+    return (value, index) if keepdim else (op.Squeeze(value, int64s(op, [at])), op.Squeeze(index, int64s(op, [at])))
+
+
+@register(aten.nanmedian.default)
+def nanmedian(op: Any, self: ir.Value) -> ir.Value:
+    """nanmedian(Tensor self) -> Tensor"""
+    return nanmedian_dim(op, _flat(op, self), 0)[0]
+
+
+def _flat(op: Any, value: ir.Value) -> ir.Value:
+    flat = op.Reshape(value, int64s(op, [-1]))
+    flat.type, flat.shape = ir.TensorType(value.dtype), ir.Shape([_elements(value)])  # type: ignore[arg-type]
+    return flat
 
 
 def _elements(value: ir.Value) -> int | None:
