@@ -192,7 +192,7 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
     return op.Gather(self, index, axis=axis(self, dim))
 
 
-def _put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str) -> ir.Value:
+def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str) -> ir.Value:
     """Writes the slices of `source` along an axis to the places that `index` names."""
     if rank(value) == 0:
         one = int64s(op, [1])
@@ -214,13 +214,13 @@ def index_add(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Val
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     if isinstance(alpha, ir.Value) or alpha != 1:
         source = op.Mul(source, scalar_like(op, alpha, source))
-    return _put_rows(op, self, dim, index, source, "add")
+    return put_rows(op, self, dim, index, source, "add")
 
 
 @register(aten.index_copy.default, any_dtype=True)
 def index_copy(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Value) -> ir.Value:
     """index_copy(Tensor self, int dim, Tensor index, Tensor source) -> Tensor"""
-    return _put_rows(op, self, dim, index, source, "none")
+    return put_rows(op, self, dim, index, source, "none")
 
 
 @register(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, any_dtype=True)
@@ -234,7 +234,7 @@ def index_fill(op: Any, self: ir.Value, dim: int, index: ir.Value, value: Scalar
     shape = [count if i == at else length(op, self, i) for i in range(rank(self))]
     source = op.Expand(scalar_like(op, value, self), as_vector(op, shape))
     source.shape = ir.Shape([None] * rank(self))
-    return _put_rows(op, self, dim, index, source, "none")
+    return put_rows(op, self, dim, index, source, "none")
 
 
 # -- advanced indexing
@@ -314,7 +314,9 @@ def index(op: Any, self: ir.Value, indices: Sequence[ir.Value | None]) -> ir.Val
 def index_put(op: Any, self: ir.Value, indices: Sequence[ir.Value | None], values: ir.Value, accumulate: bool = False) -> ir.Value:
     """index_put(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor"""
     if self.dtype == ir.DataType.BOOL and accumulate:
-        raise Unsupported("sums of bool")
+        number, more = (op.Cast(value, to=ir.DataType.INT32) for value in (self, values))
+        total = index_put(op, typed(number, ir.DataType.INT32, self.shape), indices, typed(more, ir.DataType.INT32, values.shape), True)
+        return op.Cast(total, to=ir.DataType.BOOL)
     masked = _masked_put(op, self, indices, values, accumulate)
     if masked is not None:
         return masked
@@ -411,7 +413,8 @@ def take(op: Any, self: ir.Value, index: ir.Value) -> ir.Value:
 def put(op: Any, self: ir.Value, index: ir.Value, source: ir.Value, accumulate: bool = False) -> ir.Value:
     """put(Tensor self, Tensor index, Tensor source, bool accumulate=False) -> Tensor"""
     if self.dtype == ir.DataType.BOOL and accumulate:
-        raise Unsupported("sums of bool")
+        number, more = (op.Cast(value, to=ir.DataType.INT32) for value in (self, source))
+        return op.Cast(put(op, number, index, more, True), to=ir.DataType.BOOL)
     flat = int64s(op, [-1])
     rows = op.Reshape(_int64(op, index), int64s(op, [-1, 1]))
     made = op.ScatterND(op.Reshape(self, flat), rows, op.Reshape(source, flat), reduction="add" if accumulate else "none")
