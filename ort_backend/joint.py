@@ -21,6 +21,7 @@ from ort_backend.lowering.partition import JointPartition, divide, root
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.recompute import recompute
+from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
@@ -55,6 +56,7 @@ def lower_joint(
     """
     graph = module.graph
     unwrap_effects(graph)
+    drop_relayouts(graph)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)
@@ -93,6 +95,7 @@ def lower_inference(
 ) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     unwrap_effects(graph)
+    drop_relayouts(graph)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -26,6 +26,7 @@ from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outsid
 from ort_backend.lowering.partition import dependencies
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import save_bases
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
@@ -83,6 +84,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
     """
     graph = module.graph
     unwrap_effects(graph)
+    drop_relayouts(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}
