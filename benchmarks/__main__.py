@@ -36,7 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     run.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="default: float32; on CUDA bfloat16 autocast as well")
     run.add_argument("--threads", type=int, default=1, help="of PyTorch and of ONNX Runtime (default: 1)")
-    run.add_argument("--seconds", type=float, help="for the step times of a model, all backends together (default: 12, quick: 4)")
+    run.add_argument("--seconds", type=float, help="for the step times of a model, all backends together (default: 10, quick: 4)")
     run.add_argument("--no-compile", action="store_true", help="no compile times and no memory, which take a process for each backend")
     run.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder (default: out/benchmarks)")
     return parser.parse_args(arguments)
@@ -50,7 +50,7 @@ def settings_of(arguments: argparse.Namespace) -> suite.Settings:
         device=arguments.device,
         dtypes=tuple(arguments.dtypes or (("float32", "bfloat16") if arguments.device == "cuda" else ("float32",))),
         threads=arguments.threads,
-        seconds=arguments.seconds or (4.0 if arguments.quick else 12.0),
+        seconds=arguments.seconds or (4.0 if arguments.quick else 10.0),
         compiles=not arguments.no_compile,
         command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
     )

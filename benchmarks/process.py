@@ -1,14 +1,18 @@
-"""Calls a function in a fresh process.
+"""Calls functions in fresh processes, which are forked from one that has imported PyTorch and nothing of any backend: that saves seconds each.
 
-python -m benchmarks.process JOB RESULT     # two JSON files; `call` does this
+python -m benchmarks.process     # that process: a job a line; `call` starts it
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import json
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every backend needs it
+import transformers.modeling_utils  # noqa: F401 - so do half of the models
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,28 +57,53 @@ def call(
         with tempfile.TemporaryDirectory() as folder:
             return call(function, threads=threads, caches=Path(folder), timeout=timeout, environment=environment, **arguments)
     caches.mkdir(parents=True, exist_ok=True)
-    job, result = caches / "job.json", caches / "result.json"
-    job.write_text(json.dumps({"module": _module(function), "function": function.__qualname__, "threads": threads, "arguments": arguments}))
+    result, log = caches / "result.json", caches / "log.txt"
     result.unlink(missing_ok=True)
-    variables = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **(environment or {}),
+    job = {
+        "module": _module(function),
+        "function": function.__qualname__,
+        "arguments": arguments,
+        "threads": threads,
+        "result": str(result),
+        "log": str(log),
+        "environment": {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")},
     }
-    command = [sys.executable, "-m", "benchmarks.process", str(job), str(result)]
-    try:
-        process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise ProcessError(f"took longer than {timeout:.0f} s") from None
+    status = _Parent.of(threads, tuple(sorted((environment or {}).items()))).run(job, timeout)
     if not result.exists():
-        raise ProcessError(f"the process ended with status {process.returncode}: {process.stderr.strip()[-200:]}")
+        raise ProcessError(f"the process ended with status {status}: {log.read_text(errors='replace').strip()[-200:]}")
     answer = json.loads(result.read_text())
     if "error" in answer:
         raise ProcessError(answer["error"])
     return answer["result"]
+
+
+class _Parent:
+    """The process from which the others are forked."""
+
+    def __init__(self, threads: int, environment: tuple[tuple[str, str], ...]) -> None:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path, **dict(environment)}
+        command = [sys.executable, "-m", "benchmarks.process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables, text=True, bufsize=1)
+
+    @classmethod
+    @functools.cache
+    def of(cls, threads: int, environment: tuple[tuple[str, str], ...]) -> _Parent:
+        """One for each number of threads and environment; it ends with this process, which holds its standard input."""
+        return cls(threads, environment)
+
+    def run(self, job: dict[str, Any], timeout: float) -> int:
+        """Runs a job and waits for it; its exit status."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        child = int(self._process.stdout.readline())
+        ended, _, _ = select.select([self._process.stdout], [], [], timeout)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        status = int(self._process.stdout.readline())
+        if not ended:
+            raise ProcessError(f"took longer than {timeout:.0f} s")
+        return status
 
 
 def _module(function: Callable[..., Any]) -> str:
@@ -87,16 +118,34 @@ def summary(error: BaseException) -> str:
     return text[:300]
 
 
-def main() -> None:
-    """The command line: the file of the job, the file for its result."""
-    job, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def work(job: dict[str, Any]) -> None:
+    """In the fresh process: calls the function and writes its result, or what it raised."""
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["environment"])
     torch.set_num_threads(job["threads"])
     logging.getLogger("ort_backend").setLevel(logging.ERROR)  # what it warns about is in its report
     try:
         answer = {"result": getattr(importlib.import_module(job["module"]), job["function"])(**job["arguments"])}
     except Exception as error:  # noqa: BLE001 - whatever a backend raises is its result
         answer = {"error": summary(error)}
-    result.write_text(json.dumps(answer))
+    Path(job["result"]).write_text(json.dumps(answer))
+
+
+def main() -> None:
+    """Forks for every line of standard input: prints the child's process id, and when it is done its exit status."""
+    gc.freeze()
+    for line in iter(sys.stdin.readline, ""):
+        child = os.fork()
+        if child == 0:
+            try:
+                work(json.loads(line))
+            finally:
+                os._exit(0)
+        print(child, flush=True)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":

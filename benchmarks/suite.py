@@ -51,7 +51,7 @@ class Settings:
     device: str = "cpu"
     dtypes: tuple[str, ...] = ("float32",)
     threads: int = 1
-    seconds: float = 12.0
+    seconds: float = 10.0
     compiles: bool = True
     timeout: float = 900.0
     command: str = ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import fx
 
-from benchmarks import compare, measure, report, suite
+from benchmarks import compare, measure, process, report, suite
 from benchmarks.families import family
 from benchmarks.models import DEFAULT, QUICK, WORKLOADS
 
@@ -38,8 +40,8 @@ def test_a_run_writes_every_figure(tmp_path: Path) -> None:
         "--out",
         str(out),
     ]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
     results = json.loads((out / "results.json").read_text())
     assert set(results) == {"format", "command", "date", "seconds", "machine", "settings", "models", "geometric_means", "errors"}
     assert results["format"] == suite.FORMAT and results["errors"] == []
@@ -122,6 +124,15 @@ def test_a_loss_that_is_off_or_not_finite_is_named() -> None:
     assert compare.loss_error([1.0, 2.0], [1.0, 2.0], torch.float32) is None
     assert "at step 1" in str(compare.loss_error([1.0, 2.01], [1.0, 2.0], torch.float32))
     assert "nan" in str(compare.loss_error([math.nan], [1.0], torch.float32))
+
+
+def test_a_process_that_dies_or_hangs_is_an_error() -> None:
+    with pytest.raises(process.ProcessError, match="status -6"):
+        process.call(os.abort)
+    with pytest.raises(process.ProcessError, match="longer than 1 s"):
+        process.call(signal.pause, timeout=1)
+    with pytest.raises(process.ProcessError, match="KeyError: 'no such model'"):
+        process.call(measure.compile_and_memory, model="no such model", backend="eager", device="cpu", dtype="float32")
 
 
 def test_a_missing_gradient_is_named() -> None:
