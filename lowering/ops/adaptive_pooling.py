@@ -126,7 +126,7 @@ def adaptive_avg_pool3d_backward(op: Any, grad_output: ir.Value, self: ir.Value)
 def adaptive_max_pool(op: Any, self: ir.Value, output_size: Sequence[int]) -> Sequence[ir.Value]:
     """adaptive_max_pool2d(Tensor self, int[2] output_size) -> (Tensor, Tensor)"""
     if any(isinstance(part, ir.Value) or part == 0 for part in output_size):
-        raise Unsupported("adaptive pooling to nothing, or to dimensions of unknown size")
+        raise Unsupported("adaptive pooling of zero-sized tensors, or to dimensions of unknown size")
     cells = _equal_cells(self, output_size)
     if cells is not None:
         kernel = cells[1::2]

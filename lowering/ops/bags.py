@@ -97,7 +97,7 @@ def embedding_bag(
     The results beside the first are those of PyTorch's kernel: in mode sum it counts nothing, and mostly numbers no samples.
     """
     if size(indices, 0) == 0:
-        raise Unsupported("bags without any sample")
+        raise Unsupported("bags of zero-sized tensors")
     count, width = _plus(op, length(op, offsets, 0), -1 if include_last_offset else 0), length(op, weight, 1)
     every = _bag_of_each(op, indices, offsets)
     bags = _without_padding(op, every, indices, padding_idx, count)
@@ -168,7 +168,7 @@ def embedding_bag_backward(
     SymInt num_weights, bool scale_grad_by_freq, int mode, bool sparse, Tensor? per_sample_weights, int padding_idx=-1) -> Tensor
     """
     if sparse or size(indices, 0) == 0:
-        raise Unsupported("a sparse gradient, or bags without any sample")
+        raise Unsupported("a sparse gradient, or bags of zero-sized tensors")
     if scale_grad_by_freq and mode != _MAX:
         raise Unsupported("PyTorch's kernel divides by the frequency of another index")
     assert grad.dtype is not None
@@ -206,6 +206,6 @@ def embedding_bag_per_sample_weights_backward(
     int padding_idx=-1) -> Tensor
     """
     if size(indices, 0) == 0:
-        raise Unsupported("bags without any sample")
+        raise Unsupported("bags of zero-sized tensors")
     rows = _of_samples(op, grad, indices, offsets, None, padding_idx)
     return op.ReduceSum(op.Mul(rows, op.Gather(weight, indices, axis=0)), int64s(op, [1]), keepdims=0)

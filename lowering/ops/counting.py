@@ -31,7 +31,7 @@ def repeat_interleave(op: Any, repeats: ir.Value, output_size: Size | None = Non
     Every repetition but an element's first has the number of the one before: the running sum of where elements end.
     """
     if size(repeats, 0) == 0:
-        raise Unsupported("repetitions of nothing")
+        raise Unsupported("repetitions of zero-sized tensors")
     ends = running_sum(op, typed(_int64(op, repeats), ir.DataType.INT64, repeats.shape), 0)
     total = op.Slice(ends, int64s(op, [-1]), int64s(op, [2**63 - 1]), int64s(op, [0])) if output_size is None else as_vector(op, [output_size])
     marks = filled(op, op.Add(total, int64s(op, [1])), 0, ir.DataType.INT64)

@@ -89,7 +89,7 @@ def _on_diagonal(op: Any, value: ir.Value, whole: Sequence[Size], offset: int, d
 def diagonal_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], offset: int, dim1: int, dim2: int) -> ir.Value:
     """diagonal_backward(Tensor grad_output, SymInt[] input_sizes, int offset, int dim1, int dim2) -> Tensor"""
     if any(isinstance(part, int) and part == 0 for part in (*input_sizes, *grad_output.shape)):  # type: ignore[misc]
-        raise Unsupported("a diagonal of nothing")
+        raise Unsupported("a diagonal of zero-sized tensors")
     return _on_diagonal(op, grad_output, input_sizes, offset, dim1 % len(input_sizes), dim2 % len(input_sizes))
 
 
@@ -98,7 +98,7 @@ def diag_embed(op: Any, self: ir.Value, offset: int = 0, dim1: int = -2, dim2: i
     """diag_embed(Tensor self, int offset=0, int dim1=-2, int dim2=-1) -> Tensor"""
     whole = [length(op, self, i) for i in range(rank(self))]
     if any(isinstance(part, int) and part == 0 for part in whole):
-        raise Unsupported("a diagonal of nothing")
+        raise Unsupported("a diagonal of zero-sized tensors")
     side = _plus(op, whole.pop(), abs(offset))
     a, b = dim1 % (rank(self) + 1), dim2 % (rank(self) + 1)
     for at in sorted((a, b)):
@@ -111,7 +111,7 @@ def diagonal_scatter(op: Any, self: ir.Value, src: ir.Value, offset: int = 0, di
     """diagonal_scatter(Tensor self, Tensor src, int offset=0, int dim1=0, int dim2=1) -> Tensor"""
     whole = [length(op, self, i) for i in range(rank(self))]
     if any(isinstance(part, int) and part == 0 for part in (*whole, *src.shape)):  # type: ignore[misc]
-        raise Unsupported("a diagonal of nothing")
+        raise Unsupported("a diagonal of zero-sized tensors")
     a, b = axis(self, dim1), axis(self, dim2)
     mask = op.Equal(_places(op, whole[a], offset, a, rank(self)), _places(op, whole[b], 0, b, rank(self)))
     return where_(op, mask, _on_diagonal(op, src, whole, offset, a, b), self)

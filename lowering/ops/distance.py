@@ -24,8 +24,10 @@ def _differences(op: Any, x1: ir.Value, x2: ir.Value) -> ir.Value:
         raise Unsupported("distances between unknown numbers of rows: PyTorch's kernel needs no memory for their differences")
     batch = torch.broadcast_shapes(first[:-2], second[:-2])
     count = math.prod([*batch, first[-2], second[-2], first[-1]])
-    if count == 0 or count > _DIFFERENCES_UP_TO:
-        raise Unsupported("distances of nothing, or so many that PyTorch's kernel, which needs no memory for the differences, is faster")
+    if count == 0:
+        raise Unsupported("distances of zero-sized tensors")
+    if count > _DIFFERENCES_UP_TO:
+        raise Unsupported("so many distances that PyTorch's kernel, which needs no memory for the differences, is faster")
     return op.Sub(op.Unsqueeze(x1, int64s(op, [-2])), op.Unsqueeze(x2, int64s(op, [-3])))
 
 

@@ -132,7 +132,7 @@ def _samples(op: Any, image: ir.Value, grid: ir.Value, interpolation_mode: int, 
     if interpolation_mode == _CUBIC:
         raise Unsupported("cubic sampling: 16 gathers and as many scatters")
     if any(part == 0 for part in [*image.shape, *grid.shape]):  # type: ignore[misc]
-        raise Unsupported("no pixels or no samples")
+        raise Unsupported("samples of zero-sized tensors")
     spatial = rank(image) - 2
     totals = [length(op, image, i) for i in range(2, 2 + spatial)]
     axes, slopes = [], []

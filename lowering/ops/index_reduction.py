@@ -33,7 +33,7 @@ def _neutral(reduce: str, value: ir.Value) -> float | int:
 def index_reduce(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, include_self: bool = True) -> ir.Value:
     """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool include_self=True) -> Tensor"""
     if any(part == 0 for part in (*self.shape, *index.shape, *source.shape)):  # type: ignore[misc]
-        raise Unsupported("a reduction of nothing")
+        raise Unsupported("reductions of zero-sized tensors")
     base = self
     if not include_self:
         base = typed(put_rows(op, self, dim, index, _filled(op, source, _neutral(reduce, self)), "none"), self.dtype, self.shape)

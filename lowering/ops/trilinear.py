@@ -28,7 +28,7 @@ def trilinear(
 ) -> ir.Value:
     """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3, int[] sumdim, int unroll_dim=1) -> Tensor"""
     if any(part == 0 for value in (i1, i2, i3) for part in value.shape):  # type: ignore[union-attr]
-        raise Unsupported("a product of nothing")
+        raise Unsupported("products of zero-sized tensors")
     letters = "abcdefghijkl"[: rank(i1) + len(expand1)]
     terms = ["".join(letter for i, letter in enumerate(letters) if i not in expand) for expand in (expand1, expand2, expand3)]
     result = "".join(letter for i, letter in enumerate(letters) if i not in sumdim)
