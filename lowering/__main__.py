@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = supported(capabilities.target(options.provider, options.opset), options.operator, progress)
     except ModuleNotFoundError as error:
-        errors.print(f"PyTorch's operator database needs a package that is not installed: pip install {error.name}")
+        errors.print(f"PyTorch's operator database needs a package that is not installed: pip install {error.name}", soft_wrap=True)
         return 2
     shown = [one for one in found.values() if one.outside or not options.outside]
     if not shown:

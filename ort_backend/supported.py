@@ -77,7 +77,7 @@ def supported(
     """
     found = {operator_name(one): Support(operator_name(one), requires=_requirements(lowerings)) for one, lowerings in registry.registered().items()}
     entries = operators()
-    word = pattern.removeprefix("aten::").split(".")[0].strip("^$")
+    word = re.sub(r"(_forward|_backward(_data)?)?(\..*)?\$?$", "", pattern.removeprefix("^").removeprefix("aten::").lstrip("_"))
     chosen = [name for name, info in entries.items() if not word or word in name or word in (info.aten_name or "")] or list(entries)
     seen: dict[Any, set[str]] = {}
     for name in progress(chosen):

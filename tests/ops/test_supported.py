@@ -1,0 +1,88 @@
+"""`python -m ort_backend.lowering`: which operators run where."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ort_backend.lowering import __main__ as command
+from ort_backend.lowering import registry
+from ort_backend.runtime import capabilities
+from ort_backend.supported import DTYPES, supported
+
+aten = torch.ops.aten
+
+
+def rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
+    assert command.main([*arguments, "--json"]) == 0
+    return {row["operator"]: row for row in json.loads(capsys.readouterr().out)}
+
+
+def test_an_operator_and_its_gradient_with_their_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, "--operator", "aten::_softmax")
+    assert set(found) == {"aten::_softmax", "aten::_softmax_backward_data"}
+    forward, backward = found["aten::_softmax"], found["aten::_softmax_backward_data"]
+    assert "Softmax" in forward["kernels"] and "com.microsoft::SoftmaxGrad_13" in backward["kernels"]
+    assert {"float32", "float64", "float16", "bfloat16"} <= set(forward["dtypes"])
+    assert forward["outside"] == {} and forward["sampled"]
+
+
+def test_what_pytorch_runs_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    row = rows(capsys, "--operator", "aten::igamma$")["aten::igamma"]
+    assert row["kernels"] == [] and row["dtypes"] == []
+    assert "float32" in row["outside"]["no lowering"]
+
+
+def test_random_operators_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    row = rows(capsys, "--operator", "aten::randn_like$")["aten::randn_like"]
+    assert row["drawn"] and row["outside"] == {}
+
+
+def test_dtypes_are_those_that_pytorch_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    row = rows(capsys, "--operator", "aten::bitwise_and.Tensor$")["aten::bitwise_and.Tensor"]
+    assert set(row["dtypes"]) | {dtype for dtypes in row["outside"].values() for dtype in dtypes} == {
+        str(dtype).removeprefix("torch.") for dtype in DTYPES if not dtype.is_floating_point
+    }
+
+
+def test_a_lowering_of_the_users_is_listed() -> None:
+    torch.library.define("supported_tests::twice", "(Tensor x) -> Tensor")
+    target = torch.ops.supported_tests.twice.default
+    registry.register(target, requires=("com.microsoft::Gelu",))(lambda op, x: op.Add(x, x))
+    try:
+        found = supported(capabilities.target("CPUExecutionProvider", 18), "supported_tests::twice", lambda names: iter(names[:1]))
+    finally:
+        del registry._table[target]
+    assert found["supported_tests::twice"].requires == ("com.microsoft::Gelu",) and not found["supported_tests::twice"].sampled
+
+
+def test_the_table_names_the_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--operator", "aten::igamma"]) == 0
+    printed = capsys.readouterr().out
+    assert "aten::igamma" in printed and "no lowering" in printed and "2 operators: 0 on ONNX Runtime" in printed
+
+
+def test_only_what_pytorch_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--operator", "aten::_softmax", "--outside"]) == 1
+    assert "no operator" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.testing._internal.common_methods")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "expecttest", None)
+    for name in [name for name in sys.modules if name == "torch.testing._internal.common_utils"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert command.main(["--operator", "aten::_softmax"]) == 2
+    assert "pip install expecttest" in capsys.readouterr().err
+
+
+def test_it_is_a_command(python: Callable[..., str]) -> None:
+    run = "import runpy, sys; sys.argv[1:] = ['--operator', 'aten::_log_softmax', '--json']; runpy.run_module('ort_backend.lowering', run_name='__main__')"
+    printed = python(f"import contextlib\nwith contextlib.suppress(SystemExit):\n    {run.replace('; ', chr(10) + '    ')}")
+    assert {row["operator"] for row in json.loads(printed)} == {"aten::_log_softmax", "aten::_log_softmax_backward_data"}
