@@ -69,6 +69,8 @@ def operator_class(node: fx.Node) -> str:
         return f"{name} {_convolution(node.args[2], node.args[7], node.args[9])}"
     if node.target in (aten.gelu.default, aten.gelu_backward.default):
         return f"{name} {node.kwargs.get('approximate', 'none')}"
+    if node.target is aten.pow.Tensor_Scalar:
+        return f"{name} {node.args[1]}"
     return name
 
 

@@ -1,4 +1,32 @@
 """Where PyTorch's CPU kernels are faster than ONNX Runtime's. Written by `python -m benchmarks.kernel_choice --write`."""
 
 # Operator (and shape class): ranges of size, as (smallest, largest, ONNX Runtime's time over PyTorch's).
-FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {}
+FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
+    "aten.amax.default": ((131072, 16777216, 2.8),),
+    "aten.convolution.default depthwise 3x3": ((127770, 4114432, 1.5),),
+    "aten.convolution.default depthwise 7x7": ((28049, 16758784, 4.7),),
+    "aten.convolution_backward.default dense 7x7": ((582021, 16758784, 1.3),),
+    "aten.convolution_backward.default depthwise 3x3": ((127770, 4114432, 2.2),),
+    "aten.cumsum.default": ((16384, 16777216, 2.9),),
+    "aten.gelu.default none": ((32768, 4194304, 2.5),),
+    "aten.gelu_backward.default none": ((32768, 16777216, 2.7),),
+    "aten.hardswish.default": ((131072, 4194304, 2.0),),
+    "aten.hardswish_backward.default": ((32768, 4194304, 5.7),),
+    "aten.leaky_relu_backward.default": ((131072, 4194304, 1.8),),
+    "aten.log.default": ((32768, 4194304, 2.1),),
+    "aten.log1p.default": ((16384, 16777216, 4.6),),
+    "aten.max_pool2d_with_indices_backward.default": ((32768, 4194304, 3.1),),
+    "aten.native_group_norm.default": ((32768, 4194304, 3.3),),
+    "aten.native_group_norm_backward.default": ((32768, 16777216, 6.4),),
+    "aten.native_layer_norm.default": ((131072, 4194304, 1.6),),
+    "aten.native_layer_norm_backward.default": ((32768, 16777216, 3.7),),
+    "aten.nll_loss_backward.default": ((131072, 16777216, 4.0),),
+    "aten.nll_loss_forward.default": ((131072, 16777216, 6.7),),
+    "aten.pow.Tensor_Scalar 3.0": ((524288, 4194304, 2.1),),
+    "aten.rsqrt.default": ((131072, 4194304, 1.5),),
+    "aten.silu_backward.default": ((131072, 4194304, 1.4),),
+    "aten.softplus.default": ((32768, 4194304, 2.5),),
+    "aten.threshold_backward.default": ((524288, 4194304, 1.5),),
+    "aten.upsample_nearest2d_backward.default": ((131072, 16777216, 1.5),),
+    "aten.where.self": ((16384, 16777216, 2.1),),
+}
