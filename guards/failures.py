@@ -135,6 +135,8 @@ def _read(expression: str, scope: Scope, graph: str | None, before: Callable[[st
 def _global_state(names: list[str], graph: str | None, before: Callable[[str | None, str], str | None]) -> GuardFailure:
     names = [name for name in names if not name.startswith("___")]
     state = recompiles.global_state()
+    if names == ["autocast"]:  # 2.9 does not say which of its settings
+        names = [name for name in state if name.startswith("autocast(") and before(graph, name) != state[name]] or names
     if "grad_mode" in names and len(names) == 1:
         now = "inference_mode" if state.get("inference_mode") == "True" else _GRAD_MODES.get(state.get("grad_mode", ""))
         was = before(graph, "grad_mode")
@@ -158,6 +160,26 @@ def _tensor(kind: str, suffix: str) -> Callable[[re.Match[str], Scope], GuardFai
     return build
 
 
+def _stride(match: re.Match[str], scope: Scope) -> GuardFailure:
+    """A layout, unless this torch compares strides first and the tensor is contiguous: then the size that the stride follows from."""
+    layout = _tensor("layout", ".stride({})")(match, scope)
+    if not recompiles.compares_strides_first():
+        return layout
+    source, index, was, _ = match.groups()
+    try:
+        tensor, dim, before = scope.value(source), int(index), int(was)
+        if not tensor.is_contiguous() or before <= 1:
+            return layout
+        later = ((other, tensor.size(other) * before, tensor.stride(dim)) for other in range(dim + 1, tensor.dim()))
+        changed = [(other, size // stride) for other, size, stride in later if stride and size % stride == 0]
+    except (LookupError, ValueError, AttributeError, IndexError, RuntimeError):
+        return layout
+    if len(changed) != 1:  # several sizes explain it
+        return layout
+    ((other, size),) = changed
+    return GuardFailure(kind="shape", source=f"{source}.size({other})", before=str(size), now=str(tensor.size(other)))
+
+
 def _dtype(match: re.Match[str], scope: Scope) -> GuardFailure:
     source, was, now = match.groups()
     return GuardFailure(kind="dtype", source=f"{source}.dtype", before=_DTYPES.get(was, was), now=_DTYPES.get(now, now))
@@ -175,13 +197,17 @@ def _dispatch_keys(match: re.Match[str], scope: Scope) -> GuardFailure:
     old_device, new_device = (sorted(key for key in keys if not key.startswith(functional)) for keys in (old, new))
     if old_device != new_device:
         return GuardFailure(kind="device", source=f"{source}.device", before=", ".join(old_device).lower(), now=", ".join(new_device).lower())
+    for key in old ^ new:
+        if key.startswith("Autocast"):  # until 2.6, for want of a guard on autocast itself
+            setting = f"autocast({key.removeprefix('Autocast').lower()})_enabled"
+            return GuardFailure(kind="global state", source=setting, before=str(key in old), now=str(key in new))
     was_inference, is_inference = (not any(key.startswith("Autograd") for key in keys) for keys in (old, new))
     return GuardFailure(kind="grad mode", source=f"{source}.is_inference()", before=str(was_inference), now=str(is_inference))
 
 
 def _not_tensor(match: re.Match[str], scope: Scope) -> GuardFailure:
-    source, found = match.groups()
-    return GuardFailure(kind="type", source=source, before="Tensor", now=_class_name(found))
+    source, expected, found = match.groups()
+    return GuardFailure(kind="type", source=source, before=_class_name(expected) if expected else "Tensor", now=_class_name(found))
 
 
 def _class_name(text: str) -> str:
@@ -191,13 +217,27 @@ def _class_name(text: str) -> str:
 
 
 def _type_id(match: re.Match[str], scope: Scope) -> GuardFailure:
-    source, was = match.group(1), match.group(2)
+    source, was = match.group(1), match.group(3) or _type_name(int(match.group(2)))
     try:
         value = scope.value(source)
         now: str | None = "None" if value is None else type(value).__name__
     except LookupError:
         now = None
     return GuardFailure(kind="type", source=source, before=_class_name(was) if was else None, now=now)
+
+
+def _type_name(identity: int) -> str | None:
+    """The class with this `id`, which is all that versions before 2.11 tell."""
+    classes: list[type] = [object]
+    seen: set[int] = set()
+    while classes:
+        found = classes.pop()
+        if id(found) == identity:
+            return found.__qualname__
+        seen.add(id(found))
+        subclasses: list[type] = type.__subclasses__(found)
+        classes += [one for one in subclasses if id(one) not in seen]
+    return None
 
 
 def _not_function(match: re.Match[str], scope: Scope) -> GuardFailure:
@@ -283,8 +323,9 @@ def _is_tensor(source: str, scope: Scope) -> bool:
 
 
 def _condition(match: re.Match[str], scope: Scope) -> GuardFailure:
-    """A guard on symbolic sizes: `(x.size()[0] % 4) == 0`, `11 <= x.size()[0]`."""
-    condition = match.group(0)
+    """A guard on symbolic sizes: `(x.size()[0] % 4) == 0`, `11 <= x.size()[0]`; older versions write `Eq(Mod(x.size()[0], 4), 0)`."""
+    condition = re.sub(r"\bMod\(([^(),]+(?:\(\))?[^(),]*), (\d+)\)", r"(\1 % \2)", match.group(0))
+    condition = re.sub(r"^(Eq|Ne)\((.+), (.+)\)$", lambda found: f"{found[2]} {'==' if found[1] == 'Eq' else '!='} {found[3]}", condition)
     sizes = sorted(set(re.findall(r"[\w.\[\]'\"]+?\.(?:size|stride)\(\)\[\d+\]", condition)))
     values = [scope.shown(size) for size in sizes]
     now = ", ".join(f"{sized(size)} = {value}" for size, value in zip(sizes, values, strict=True)) if None not in values else None
@@ -302,19 +343,19 @@ def _plain(kind: str, source: str = "") -> Callable[[re.Match[str], Scope], Guar
 
 _READERS: tuple[tuple[str, Callable[[re.Match[str], Scope], GuardFailure]], ...] = (
     (r"tensor '(.+)' size mismatch at index (\d+)\. expected (\S+), actual (\S+)", _tensor("shape", ".size({})")),
-    (r"tensor '(.+)' stride mismatch at index (\d+)\. expected (\S+), actual (\S+)", _tensor("layout", ".stride({})")),
+    (r"tensor '(.+)' stride mismatch at index (\d+)\. expected (\S+), actual (\S+)", _stride),
     (r"tensor '(.+)' rank mismatch\. expected (\S+), actual (\S+)", _tensor("rank", ".dim()")),
     (r"tensor '(.+)' dtype mismatch\. expected (\w+), actual (\w+)", _dtype),
     (r"tensor '(.+)' requires_grad mismatch\. expected requires_grad=(\w+)", _requires_grad),
     (r"tensor '(.+)' Tensor device index mismatch\. Expected device index to be (\S+), actual (\S+)", _tensor("device", ".device.index")),
     (r"tensor '(.+)' dispatch key set mismatch\. expected DispatchKeySet\((.*?)\), actual DispatchKeySet\((.*?)\)", _dispatch_keys),
-    (r"expected type of '(.+?)' to be a tensor type, ' but found (.+)", _not_tensor),
+    (r"expected type of '(.+?)' to be (?:a tensor type, '|(<class .+?>),) but found (.+)", _not_tensor),  # the class from 2.15 on
     (r"Duplicate tensors? found:? ?(?:where not expected!)? ?(.*)", _duplicate),
     (r"BACKEND_MATCH|___check_current_backend", _plain("backend", "backend")),
     (r"Cache line invalidated", _plain("deallocated")),
     (r"___check_torch_function_mode_stack\(\)|utils_device\.CURRENT_DEVICE", _plain("torch function mode", "torch.get_default_device()")),
     (r"\w+ ?: Not a function on (.+)", _not_function),
-    (r"___check_type_id\((.+?), \d+\)(?:, type=(.+))?", _type_id),
+    (r"___check_type_id\((.+?), (\d+)\)(?:, type=(.+))?", _type_id),
     (r"___check_obj_id\((.+?), (\d+)\)", _object_id),
     (r"(not )?___dict_contains\((.+), ([^,]+)\)", _contains),
     (r"(not )?(?:___)?hasattr\((.+), '(\w+)'\)", _attribute),

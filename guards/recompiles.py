@@ -1,6 +1,6 @@
 """What Dynamo knows about the compile under way: the only file that reads its private names.
 
-Every name was read in the sources of torch 2.4.0, 2.6.0, 2.9.0, 2.11.0 and 2.13.0 and is the same in all five unless its line
+`tools/torch_versions.py` ran every name under torch 2.4.1, 2.6.0, 2.9.1, 2.11.0, 2.13.0 and 2.15.0; it is the same in all of them unless its line
 says otherwise. A name that is gone costs the detail that it gave, never an exception:
 
 | name | gives | without it |
@@ -8,17 +8,20 @@ says otherwise. A name that is gone costs the detail that it gave, never an exce
 | `torch._guards.CompileContext.current_compile_id` | frame and compile id | no id, recompiles told by their failures only |
 | frame `_compile` of convert_frame.py: `code`, `locals`, `globals`, `cache_size` | function, values now | the graph's line, no values |
 | its `start_time_ns` (2.6 on), `start_time` (2.4: a float of seconds) | Dynamo's seconds | no `dynamo` entry |
-| its `reasons` (2.13), `torch._dynamo.utils.guard_failures` | which guards failed | no causes |
+| its `reasons` (2.9 on), `torch._dynamo.utils.guard_failures` | which guards failed | no causes |
 | `torch._dynamo.utils.graph_break_reasons`, `GraphModule.compile_subgraph_reason` | graph breaks | none reported |
 | `torch._dynamo.callback.callback_handler` (callbacks take an argument from 2.8 on) | the end of the compile | `dynamo` without guard building |
+| `torch._dynamo.config.inline_inbuilt_nn_modules` (False in 2.4), and whether `config` has a setting | which remedies work | the newest one's |
 | log record `torch._dynamo hit config.%s` of logger `torch._dynamo.convert_frame` | the recompile limit | limit not reported |
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -195,7 +198,7 @@ def call_site() -> types.FrameType | None:
     while frame is not None:
         if frame.f_code.co_filename.startswith(_DYNAMO_ROOT):
             inside = False
-        elif not inside and not is_torch(frame.f_code.co_filename):
+        elif not inside and not is_torch(frame.f_code.co_filename) and frame.f_code.co_filename != contextlib.__file__:  # as a decorator
             return frame
         frame = frame.f_back
     return None
@@ -267,6 +270,27 @@ def distributed_rank() -> int | None:
         pass
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return int(rank) if rank.isdigit() and world.isdigit() and int(world) > 1 else None
+
+
+def compares_strides_first() -> bool:
+    """Whether Dynamo compares a dimension's stride before the sizes of the dimensions after it, as torch 2.4.1 does and 2.6.0 does not."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 5)
+
+
+def guards_attributes_by_identity() -> bool:
+    """Whether another tensor in a module's attribute is a recompile, as in torch 2.4.1, where modules are not inlined."""
+    try:
+        return not torch._dynamo.config.inline_inbuilt_nn_modules
+    except _GONE:
+        return False
+
+
+def has_setting(name: str) -> bool:
+    """Whether `torch._dynamo.config` has it: `allow_unspec_int_on_nn_module` is in 2.9.1 and not in 2.6.0."""
+    try:
+        return hasattr(torch._dynamo.config, name)
+    except _GONE:
+        return False
 
 
 def now() -> float:

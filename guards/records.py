@@ -24,7 +24,7 @@ from ort_backend.guards.callers import Caller, find_caller
 from ort_backend.guards.events import CompileRecord, LimitHit, to_event
 from ort_backend.guards.failures import GuardFailure, parse, primary
 from ort_backend.guards.recompiles import DynamoFrame
-from ort_backend.guards.sources import Scope, wrapped_module
+from ort_backend.guards.sources import Scope, wrapped
 
 log = logging.getLogger(__name__)
 
@@ -173,9 +173,11 @@ def _describe(gm: torch.fx.GraphModule, frame: DynamoFrame, caller: Caller) -> d
 def _function(gm: torch.fx.GraphModule, frame: DynamoFrame) -> tuple[str, str]:
     """Name and `file:line` of the user's function."""
     code, name = frame.code, ""
-    module = wrapped_module(frame.scope)
-    if module is not None:
-        name, code = f"{type(module).__name__}.forward", getattr(type(module).forward, "__code__", code)
+    inner = wrapped(frame.scope)
+    if isinstance(inner, torch.nn.Module):
+        name, code = f"{type(inner).__name__}.forward", getattr(type(inner).forward, "__code__", code)
+    elif inner is not None:
+        code = getattr(inner, "__code__", code)
     if code is None:
         stack = list(getattr(getattr(gm, "compile_subgraph_reason", None), "user_stack", None) or [])
         return (stack[0].name, f"{stack[0].filename}:{stack[0].lineno}") if stack else ("unknown", "unknown")
@@ -192,7 +194,8 @@ def _failures(frame: DynamoFrame, caller: Caller, where: str) -> tuple[GuardFail
     failures = (parse(reason, scope, before) for reason in frame.reasons)
     with _lock:
         own = {graph for place, graph in _own_graphs if place == where}
-    return tuple(failure for failure in failures if failure.kind != "backend" and (failure.graph in own or failure.graph is None or None in own))
+    # Where Dynamo does not say which graph it was, it may be ours if there are any of ours.
+    return tuple(failure for failure in failures if failure.kind != "backend" and own and (failure.graph in own or None in (failure.graph, *own)))
 
 
 def _warn(record: CompileRecord) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ort_backend.guards import recompiles
+
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
@@ -185,8 +187,18 @@ def _training(symptom: Symptom) -> Remedy:
 def _python_value(symptom: Symptom) -> Remedy:
     name = symptom.expression
     if symptom.values and all(re.fullmatch(r"-?(\d+\.?\d*(e[+-]?\d+)?|inf|nan)", value) for value in symptom.values):
-        also = ""
-        if "allow_unspec_int_on_nn_module" in symptom.guard or re.fullmatch(r"\w+(\.\w+)+", name) and symptom.numbers:
+        also, on_module = "", re.fullmatch(r"\w+(\.\w+)+", name) is not None
+        if recompiles.guards_attributes_by_identity() and on_module:
+            return Remedy(
+                "A number is compiled in, once per value. Keep it in a tensor, one and the same: this torch compiles again for another tensor.",
+                f"{name}.fill_({symptom.values[-1]})  # and self.{name.rpartition('.')[2]} = torch.tensor({symptom.values[-1]}) in __init__",
+            )
+        if (
+            "allow_unspec_int_on_nn_module" in symptom.guard
+            or recompiles.has_setting("allow_unspec_int_on_nn_module")
+            and on_module
+            and symptom.numbers
+        ):
             also = " For whole numbers on modules, torch._dynamo.config.allow_unspec_int_on_nn_module = True stops it too, after the second value."
         return Remedy(
             "A number is compiled in, once per value. Pass it as a tensor: its value is then data, as everything else." + also,

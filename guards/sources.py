@@ -8,7 +8,7 @@ import enum
 import inspect
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,21 +99,24 @@ def _free_variable(match: re.Match[str], scope: Scope) -> str:
 
 def _unwrapped(source: str, scope: Scope) -> str:
     """Undoes the `inner(*args, **kwargs): return fn(*args, **kwargs)` that Dynamo puts around library modules such as Sequential."""
-    module = wrapped_module(scope.local)
-    if module is None:
+    inner = wrapped(scope.local)
+    if inner is None:
         return source
     try:
-        names = [name for name in inspect.signature(module.forward).parameters if name not in ("args", "kwargs")]
+        called = inner.forward if isinstance(inner, torch.nn.Module) else inner
+        names = [name for name in inspect.signature(called).parameters if name not in ("args", "kwargs")]
     except (TypeError, ValueError):
         names = []
-    text = re.sub(r"\bkwargs\['(\w+)'\]", r"\1", re.sub(r"\bfn\b", "self", source))
+    itself = "self" if isinstance(inner, torch.nn.Module) else getattr(inner, "__name__", "fn")
+    text = re.sub(r"\bkwargs\['(\w+)'\]", r"\1", re.sub(r"\bfn\b", itself, source))
     return re.sub(r"\bargs\[(\d+)\]", lambda match: names[int(match.group(1))] if int(match.group(1)) < len(names) else match.group(0), text)
 
 
-def wrapped_module(local: Mapping[str, Any]) -> torch.nn.Module | None:
-    """The module that Dynamo's `inner` wrapper calls, if the compiled frame is that wrapper."""
-    module = local.get("fn")
-    return module if isinstance(module, torch.nn.Module) and "args" in local and "kwargs" in local else None
+def wrapped(local: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What Dynamo's `inner(*args, **kwargs)` calls, if that wrapper is the compiled frame: a library module, or a function without a file."""
+    inner = local.get("fn")
+    without_file = getattr(getattr(inner, "__code__", None), "co_filename", "").startswith("<")
+    return inner if set(local) == {"fn", "args", "kwargs"} and (isinstance(inner, torch.nn.Module) or without_file) else None
 
 
 def passed_as(source: str, scope: Scope) -> str | None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch_version import LIMIT, NEEDS_BACKEND
 
 from ort_backend.guards import diagnosis, journal, records
 from ort_backend.guards.__main__ import main
-from ort_backend.options import CompileOptions
 
 MakeBackend = Callable[..., Callable[..., Any]]
 
@@ -69,10 +68,9 @@ def test_the_file_says_what_memory_says(run_log: Path) -> None:
     assert told.records[0].graph_report == {"nodes": 3}
 
 
+@NEEDS_BACKEND
 def test_the_option_of_the_backend(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    if "guard_log" not in {field.name for field in dataclasses.fields(CompileOptions)}:
-        pytest.skip("CompileOptions has no guard_log yet")
     log = tmp_path / "run.jsonl"
     f = torch.compile(torch.nn.Linear(2, 2), backend="ort_training", options={"guard_log": str(log)})
     for size in (2, 3):
@@ -200,7 +198,7 @@ def test_max_recompiles(run_log: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_limit_is_in_the_file_and_fails_the_check(tmp_path: Path, make_backend: MakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
-    torch._dynamo.config.recompile_limit = 2
+    setattr(torch._dynamo.config, LIMIT, 2)
     log = tmp_path / "run.jsonl"
     run_loop(make_backend(guard_log=str(log)))
     assert main([str(log), "--max-recompiles", "100"]) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_version import TORCH
 
 Compile = Callable[..., Callable[..., Any]]
 Code = Any  # of conftest
@@ -171,11 +172,20 @@ TABLE: list[dict[str, Any]] = [
         now="False",
         passed_as="model[1].training",
         code="model[1].eval()",
+        older=((2, 5), {"source": "self.training", "passed_as": "model.training", "code": "model.eval()"}),  # of the whole module only
     ),
     Row(bad=default_dtype_bad, good=default_dtype_good, kind="global state", source="default_dtype", before="torch.float32", now="torch.float64"),
     Row(bad=autocast_bad, good=autocast_good, kind="global state", source="autocast(cpu)_enabled", before="False", now="True"),
     Row(bad=threads_bad, good=threads_good, kind="global state", source="num_threads", before="1", now="2"),
-    Row(bad=function_mode_bad, good=function_mode_good, kind="torch function mode", source="torch.get_default_device()", before=None, now=None),
+    Row(
+        bad=function_mode_bad,
+        good=function_mode_good,
+        kind="torch function mode",
+        source="torch.get_default_device()",
+        before=None,
+        now=None,
+        needs=(TORCH >= (2, 5), "does not guard on torch function modes"),
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch_version import LIMIT, THREADS_CRASH
 
 from ort_backend import guards
 from ort_backend.guards import records
@@ -138,22 +139,22 @@ def test_info_per_compile_and_warning_from_the_third_of_a_cause(compiled: Compil
 
 
 def test_recompile_limit_is_said_loudly(compiled: Compile, caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.config.recompile_limit = 3
+    setattr(torch._dynamo.config, LIMIT, 3)
     f = compiled(add_one, dynamic=False)
     for size in range(2, 8):
         f(torch.ones(size))
     assert len(records.all()) == 3
     (hit,) = records.limits()
-    assert (hit.function, hit.limit, hit.value) == ("add_one", "recompile_limit", 3)
+    assert (hit.function, hit.limit, hit.value) == ("add_one", LIMIT, 3)
     assert hit.cause is not None and (hit.cause.source, hit.cause.now) == ("x.size(0)", "5")
     loud = [entry.getMessage() for entry in caplog.records if entry.name.startswith("ort_backend") and "EAGER" in entry.getMessage()]
-    assert len(loud) == 1 and "recompile_limit (3)" in loud[0]
+    assert len(loud) == 1 and f"{LIMIT} (3)" in loud[0]
     text = str(guards.report())
-    assert "!!! add_one" in text and "RUNS IN EAGER PYTORCH" in text and "torch._dynamo.config.recompile_limit = 16" in text
+    assert "!!! add_one" in text and "RUNS IN EAGER PYTORCH" in text and f"torch._dynamo.config.{LIMIT} = 16" in text
 
 
 def test_the_limit_s_remedy_is_enough(compiled: Compile) -> None:
-    torch._dynamo.config.recompile_limit = 2
+    setattr(torch._dynamo.config, LIMIT, 2)
     f = compiled(add_one, dynamic=False)
     for size in range(2, 8):
         f(torch.ones(size))
@@ -232,20 +233,21 @@ def test_other_backends_beside_us(compiled: Compile) -> None:
 
 
 def test_limit_of_another_backend_is_not_ours() -> None:
-    torch._dynamo.config.recompile_limit = 2
+    setattr(torch._dynamo.config, LIMIT, 2)
     other = torch.compile(add_one, backend="eager", dynamic=False)
     for size in range(2, 6):
         other(torch.ones(size))
     assert records.limits() == ()
 
 
+@THREADS_CRASH
 def test_several_threads(compiled: Compile) -> None:
     def work(number: int) -> None:
         scope: dict[str, Any] = {}
-        exec(f"def task(x):\n    return x + {number}", scope)
-        f = compiled(scope["task"], dynamic=False)
-        for size in (2, 3, 4):
-            f(torch.ones(size))
+        exec(compile(f"def task(x):\n    return x + {number}", __file__, "exec"), scope)  # each has code of its own
+        f = compiled(scope["task"])
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            f(torch.ones(2, dtype=dtype))
 
     threads = [threading.Thread(target=work, args=(number,), name=f"worker-{number}") for number in range(4)]
     for thread in threads:
@@ -272,6 +274,7 @@ def test_reset_starts_anew_and_keeps_the_records(compiled: Compile) -> None:
     assert third.seconds["dynamo"] > 0  # the callback was put back
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch.compiler.set_stance came with 2.6")
 def test_stances(compiled: Compile) -> None:
     f = compiled(add_one)
     with torch.compiler.set_stance("force_eager"):
@@ -348,7 +351,7 @@ def test_expect_no_recompiles(compiled: Compile) -> None:
 
 
 def test_expect_no_recompiles_sees_the_limit(compiled: Compile) -> None:
-    torch._dynamo.config.recompile_limit = 1
+    setattr(torch._dynamo.config, LIMIT, 1)
     f = compiled(add_one)
     f(torch.ones(2))
     with pytest.raises(guards.UnexpectedRecompile, match="EAGER"), guards.expect_no_recompiles():
