@@ -1,0 +1,104 @@
+"""Patches of an image as columns (`unfold`), and columns added up to an image again (`fold`), which are each other's gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.microsoft import typed
+from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import as_vector
+
+aten = torch.ops.aten
+
+Size = int | ir.Value
+
+
+def _pair(numbers: Sequence[int]) -> list[int]:
+    if any(isinstance(number, ir.Value) for number in numbers):
+        raise Unsupported("patches of a size that is not known")
+    return [int(numbers[0])] * 2 if len(numbers) == 1 else [int(number) for number in numbers]
+
+
+def _count(op: Any, total: Size, kernel: int, dilation: int, padding: int, stride: int) -> Size:
+    """How many patches fit along an axis."""
+    room = 2 * padding - dilation * (kernel - 1) - 1
+    if isinstance(total, int):
+        return (total + room) // stride + 1
+    number = {name: constant(op, value, ir.DataType.INT64) for name, value in {"room": room, "stride": stride, "one": 1}.items()}
+    return op.Add(op.Div(op.Add(total, number["room"]), number["stride"]), number["one"])
+
+
+def _end(op: Any, start: int, count: Size, stride: int) -> Size:
+    """Behind the last of `count` elements that are `stride` apart."""
+    if isinstance(count, int):
+        return start + (count - 1) * stride + 1
+    return op.Add(op.Mul(count, constant(op, stride, ir.DataType.INT64)), constant(op, start - stride + 1, ir.DataType.INT64))
+
+
+@register(aten.im2col.default)
+def im2col(op: Any, self: ir.Value, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]) -> ir.Value:
+    """im2col(Tensor self, int[2] kernel_size, int[2] dilation, int[2] padding, int[2] stride) -> Tensor"""
+    if any(part == 0 for part in self.shape):  # type: ignore[union-attr]
+        raise Unsupported("patches of zero-sized tensors")
+    kernel, dilations, pads, strides = (_pair(numbers) for numbers in (kernel_size, dilation, padding, stride))
+    ranks = rank(self)
+    *lead, channels, height, width = (length(op, self, i) for i in range(ranks))
+    counts = [_count(op, *numbers) for numbers in zip((height, width), kernel, dilations, pads, strides)]
+    zeros = [0] * (ranks - 2)
+    image = op.Pad(self, int64s(op, [*zeros, *pads, *zeros, *pads])) if any(pads) else self
+    axes = int64s(op, [ranks - 2, ranks - 1])
+    parts = []
+    for place in itertools.product(*(range(k) for k in kernel)):
+        starts = [at * d for at, d in zip(place, dilations)]
+        ends = as_vector(op, [_end(op, start, count, s) for start, count, s in zip(starts, counts, strides)])
+        parts.append(op.Unsqueeze(op.Slice(image, int64s(op, starts), ends, axes, int64s(op, strides)), int64s(op, [ranks - 2])))
+    together = op.Concat(*parts, axis=ranks - 2) if len(parts) > 1 else parts[0]
+    return op.Reshape(together, as_vector(op, [*lead, _times(op, channels, len(parts)), _times(op, *counts)]))
+
+
+def _times(op: Any, a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    a, b = (number if isinstance(number, ir.Value) else constant(op, number, ir.DataType.INT64) for number in (a, b))
+    return op.Mul(a, b)
+
+
+@register(aten.col2im.default)
+def col2im(
+    op: Any,
+    self: ir.Value,
+    output_size: Sequence[Size],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> ir.Value:
+    """col2im(Tensor self, SymInt[2] output_size, int[2] kernel_size, int[2] dilation, int[2] padding, int[2] stride) -> Tensor
+
+    A transposed convolution, whose kernel puts each of its channels, which are the places of a patch, where it belongs.
+    """
+    if any(isinstance(part, ir.Value) for part in output_size):
+        raise Unsupported("patches added up to an image of a size that is not known")
+    if any(part == 0 for part in self.shape):  # type: ignore[union-attr]
+        raise Unsupported("patches of zero-sized tensors")
+    kernel, dilations, pads, strides = (_pair(numbers) for numbers in (kernel_size, dilation, padding, stride))
+    area = kernel[0] * kernel[1]
+    sizes: list[int] = [int(part) for part in output_size]  # type: ignore[arg-type]
+    counts = [(size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, d, p, s in zip(sizes, kernel, dilations, pads, strides)]
+    planes = typed(op.Reshape(self, as_vector(op, [-1, area, *counts])), self.dtype, [None, area, *counts])
+    assert self.dtype is not None
+    places = constant(op, np.eye(area).reshape(area, 1, *kernel), self.dtype)
+    reached = [(count - 1) * s - 2 * p + d * (k - 1) + 1 for count, s, p, d, k in zip(counts, strides, pads, dilations, kernel)]
+    behind = [p - (size - reach) for p, size, reach in zip(pads, sizes, reached)]
+    image = op.ConvTranspose(planes, places, kernel_shape=kernel, strides=strides, dilations=dilations, pads=[*pads, *behind])
+    *lead, columns, _ = (length(op, self, i) for i in range(rank(self)))
+    channels = columns // area if isinstance(columns, int) else op.Div(columns, constant(op, area, ir.DataType.INT64))
+    return op.Reshape(image, as_vector(op, [*lead, channels, *sizes]))
