@@ -140,6 +140,7 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
@@ -148,6 +149,8 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
+        harmful.append("QuickGeluFusion")
     if _has_empty_fill(model):
         harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):

@@ -83,6 +83,6 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_it_is_a_command(python: Callable[..., str]) -> None:
-    run = "import runpy, sys; sys.argv[1:] = ['--operator', 'aten::_log_softmax', '--json']; runpy.run_module('ort_backend.lowering', run_name='__main__')"
-    printed = python(f"import contextlib\nwith contextlib.suppress(SystemExit):\n    {run.replace('; ', chr(10) + '    ')}")
+    arguments = ["--operator", "aten::_log_softmax", "--json"]
+    printed = python(f"import runpy, sys; sys.argv[1:] = {arguments}; runpy.run_module('ort_backend.lowering.__main__')['main']()")
     assert {row["operator"] for row in json.loads(printed)} == {"aten::_log_softmax", "aten::_log_softmax_backward_data"}
