@@ -91,7 +91,7 @@ def test_writes_into_a_diagonal() -> None:
 def test_dropout_rounds_at_most_once_otherwise_than_eager(p: float, dtype: torch.dtype) -> None:
     # DropoutGrad, the fastest way to scale by a mask, divides where eager multiplies; (x * mask) * scale in bfloat16 would round twice.
     x = torch.randn(64, 64).to(dtype)
-    assert check(lambda x: F.dropout(x, p), x, tolerance=torch.finfo(dtype).eps).python_ops == 0
+    assert check(lambda x: F.dropout(x, p), x, tolerance=(4 if dtype is torch.float32 else 1) * torch.finfo(dtype).eps).python_ops == 0
 
 
 def test_dropout_over_a_transposed_tensor_drops_what_eager_drops() -> None:
