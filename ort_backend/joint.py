@@ -114,14 +114,17 @@ def lower_inference(
 def _add_inputs(
     lowering: GraphLowering, primals: Sequence[fx.Node], draws: Sequence[fx.Node], calls: Sequence[fx.Node], fetched: Sequence[Any]
 ) -> tuple[Input, ...]:
-    """Graph inputs for the placeholders that the graph computes with, or that it fetches; all others never enter ONNX Runtime."""
+    """Graph inputs for the placeholders that the graph computes with, or that it fetches, and for the draws that it returns.
+
+    All others never enter ONNX Runtime.
+    """
     inside, wanted = set(calls), {node for node in fetched if isinstance(node, fx.Node)}
     inputs = []
     for position, node in enumerate((*primals, *draws)):
         fake = node.meta["val"]
         if not isinstance(fake, (torch.Tensor, torch.SymInt)):
             lowering.bind(node, fake)
-        elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside for user in node.users):
+        elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
             lowering.add_input(node, node.name)
             inputs.append(_input(position, fake))
     return tuple(inputs)

@@ -85,6 +85,24 @@ def test_draws_are_eagers_draws(kind: str) -> None:
     same_as_eager(DRAWS[kind], call(X), graphs=1, python_ops=DEPENDENT.get(kind, []))
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_draw_is_a_result(train: bool) -> None:
+    """Nothing of the graph computes with it."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        mask, noise = torch.rand(3, 5), torch.randn(4)
+        return mask, (x * 2).sum() + noise.sum(), noise, mask
+
+    x, results = X.detach().clone().requires_grad_(train), []
+    with on_ort(graphs=1):
+        for one in (compiled(function), function):
+            torch.manual_seed(3)
+            results.append((one(x), torch.get_rng_state()))
+            if train:
+                results[-1][0][1].backward()
+    same_tree(*results)
+
+
 def test_draws_that_depend_on_values_keep_their_order() -> None:
     def function(x: torch.Tensor) -> Any:
         first = torch.bernoulli(x.detach().sigmoid())
