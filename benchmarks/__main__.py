@@ -68,7 +68,7 @@ def main() -> int:
     text = report.full(results, pictures)
     (arguments.out / "report.md").write_text(text)
     (arguments.out / "table.md").write_text(report.readme_table(results))
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     console.print(Markdown(report.full(results, [])))
     console.print(f"\n{', '.join(str(arguments.out / name) for name in ('results.json', 'report.md', 'table.md'))}, {len(pictures)} plots")
     return 1 if results["errors"] else 0

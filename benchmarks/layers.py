@@ -52,20 +52,23 @@ def main() -> None:
     found = {job: outcome(*job, arguments.threads) for job in track(jobs, description="compiling")}
 
     table = Table(title="cold compile of a GPT of d = 64, seconds")
-    for heading in ("backend", *(f"{layers} layers" for layers in arguments.layers), "a layer", "growth", "lowering + session"):
+    for heading in ("backend", *(f"{layers} layers" for layers in arguments.layers), "a layer", "growth"):
         table.add_column(heading, justify="left" if heading == "backend" else "right")
     for backend in arguments.backends:
         results = [found[backend, layers] for layers in arguments.layers]
         steps = marginal(arguments.layers, [one.get("compile_seconds", math.nan) for one in results])
         growth = f"{steps[-1] / steps[0]:.2f}" if len(steps) > 1 else ""
-        own = ["/".join(f"{one['details'][f'{part}_seconds']:.2f}" for one in results if one.get("details")) for part in ("lowering", "session")]
         slopes = " ".join(f"{step:.2f}" for step in steps)
-        table.add_row(backend, *(_cell(one) for one in results), slopes, growth, " + ".join(filter(None, own)))
+        table.add_row(backend, *(_cell(one) for one in results), slopes, growth)
     console = Console()
     console.print(table)
     for (backend, layers), one in found.items():
         if "error" in one:
             console.print(f"{backend}, {layers} layers: {one['error']}", style="red")
+        elif one["details"]:
+            parts = [one["details"][f"{part}_seconds"] for part in ("lowering", "session")]
+            share = sum(parts) / one["compile_seconds"]
+            console.print(f"{backend}, {layers} layers: lowering {parts[0]:.2f} s, session {parts[1]:.2f} s, together {share:.0%} of the compile")
 
 
 def _cell(result: dict[str, Any]) -> str:

@@ -31,7 +31,8 @@ def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtyp
 
     Returns:
         `compile_seconds`: imports and the first step, less a later step. `peak_bytes`: the most memory during steps, above what there was
-        with model, batches and imports. `base_bytes`: that. `allocator_peak_bytes`: PyTorch's own figure, on CUDA. `details`: see there.
+        with model, batches and imports. `base_bytes`: that. `rest_bytes`: what the compile left, between steps: code, graphs, pools.
+        `allocator_peak_bytes`: PyTorch's own figure, on CUDA. `details`: see there.
     """
     trainer = Trainer(workload, backend, device, dtype)
     imports = import_backend(backend)
@@ -41,6 +42,7 @@ def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtyp
     trainer.update()
     later = trainer.median(3)
     memory.reset_peak(device)
+    rest = memory.used(device)
     trainer.median(MEMORY_STEPS)
     return {
         "import_seconds": imports,
@@ -48,6 +50,7 @@ def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtyp
         "compile_seconds": imports + first - later,
         "base_bytes": base,
         "peak_bytes": memory.peak(device) - base,
+        "rest_bytes": rest - base,
         "allocator_peak_bytes": memory.allocator_peak(device),
         "details": details(backend),
     }

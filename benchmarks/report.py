@@ -33,7 +33,11 @@ def full(results: dict[str, Any], pictures: Sequence[Path]) -> str:
     ]
     if settings["compiles"]:
         parts += _section("Compile time", "Seconds: an empty cache / a fresh process with caches / the same process again.", *_compiles(results))
-        parts += _section("Peak memory", "MB above model, batches and imports, during steps after the first four.", *_memory(results))
+        parts += _section(
+            "Peak memory",
+            "MB above model, batches and imports: the most during a step (of which there between steps: graphs, code, pools).",
+            *_memory(results),
+        )
         parts += _section("ort_training's graphs", "", *_graphs(results))
     parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     return "\n\n".join([*parts, _METHOD]) + "\n"
@@ -154,7 +158,7 @@ def _compiles(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _memory(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    return _by_backend(results, lambda one: _number(one["peak_bytes"], 0, 1e-6))
+    return _by_backend(results, lambda one: f"{one['peak_bytes'] / 1e6:.0f} ({one['process']['rest_bytes'] / 1e6:.0f})")
 
 
 def _graphs(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
