@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +19,9 @@ import ort_backend
 from benchmarks.zoo_models import Workload
 
 MODES = ("both", "static", "dynamic")
-FLOOR = 1e-6  # of the model's largest gradient: what is zero but for rounding (the bias of an attention's keys) is compared on its scale
+# Part of the largest gradient of the model, or of its largest buffer, on whose scale it is compared what is zero but for rounding: the gradient
+# of the bias of an attention's keys, the mean of what BatchNorm has just centred.
+FLOOR = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +127,9 @@ def _call(workload: Workload, modules: tuple[Any, nn.Module, nn.Module], inputs:
     problems += [] if min(ran) > 0 else ["no training graph ran forward and backward on ONNX Runtime"]
     problems += _differences("loss", loss, expected, workload.tolerance)
     problems += _gradient_problems(own, eager, workload.tolerance)
+    floor = _floor(list(eager.buffers()))
     for (name, buffer), wanted in zip(own.named_buffers(), eager.buffers(), strict=True):
-        problems += _differences(f"buffer {name}", buffer, wanted, workload.tolerance)
+        problems += _differences(f"buffer {name}", buffer, wanted, workload.tolerance, floor)
     graphs = ort_backend.report().graphs[before:]
     return Call(
         *size,
@@ -142,6 +146,7 @@ def _call(workload: Workload, modules: tuple[Any, nn.Module, nn.Module], inputs:
 def _step(module: Any, owner: nn.Module, inputs: dict[str, Any], autocast: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward and backward from one seed: the loss, and the state of the random generator behind them."""
     torch.manual_seed(100)
+    np.random.seed(100)
     owner.zero_grad()
     with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
         output = module(**inputs)
@@ -157,8 +162,7 @@ def _runs() -> tuple[int, int]:
 
 def _gradient_problems(own: nn.Module, eager: nn.Module, tolerance: float) -> list[str]:
     problems = []
-    gradients = [p.grad for p in eager.parameters() if p.grad is not None]
-    floor = FLOOR * max((gradient.abs().max().item() for gradient in gradients if gradient.numel()), default=0.0)
+    floor = _floor([p.grad for p in eager.parameters() if p.grad is not None])
     for (name, parameter), wanted in zip(own.named_parameters(), eager.parameters(), strict=True):
         if parameter.grad is None or wanted.grad is None:
             if (parameter.grad is None) != (wanted.grad is None):
@@ -168,6 +172,15 @@ def _gradient_problems(own: nn.Module, eager: nn.Module, tolerance: float) -> li
     return problems
 
 
+def _floor(tensors: Sequence[torch.Tensor]) -> float:
+    return FLOOR * max((_largest(tensor) for tensor in tensors if tensor.numel() and not tensor.is_complex()), default=0.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite element, without its sign."""
+    return tensor.detach().double().abs().nan_to_num(0.0, posinf=0.0).max().item()
+
+
 def _differences(name: str, value: torch.Tensor, wanted: torch.Tensor, tolerance: float, floor: float = 0.0) -> list[str]:
     """A line if they differ in dtype, in shape, in NaNs, or by more than `tolerance` (relative, and of the largest element) and `floor`."""
     if (value.dtype, value.shape) != (wanted.dtype, wanted.shape):
@@ -175,7 +188,7 @@ def _differences(name: str, value: torch.Tensor, wanted: torch.Tensor, tolerance
     if not wanted.numel():
         return []
     value, wanted = value.detach().double(), wanted.detach().double()
-    largest = wanted.abs().nan_to_num(0.0, posinf=0.0).max().item()
+    largest = _largest(wanted)
     if torch.allclose(value, wanted, rtol=tolerance, atol=tolerance * largest + floor, equal_nan=True):
         return []
     return [f"{name}: off by {(value - wanted).abs().max().item():.3g}, largest {largest:.3g}"]
