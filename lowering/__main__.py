@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     errors = Console(stderr=True)
+    # PyTorch logs each dtype that an operator turns out not to take.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
 
     def progress(names: Sequence[str]) -> Iterator[str]:
         return iter(track(names, description="lowering samples", console=errors, transient=True))
