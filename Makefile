@@ -1,18 +1,21 @@
 # Everything from nothing but Python 3.11 and make:
 #   make train   train a character-level GPT on ONNX Runtime and compare it with eager PyTorch
-#   make test    run the tests
+#   make test    run the tests, with onnxruntime-training and with the plain onnxruntime
 #   make test-all   run every operator of PyTorch's operator database (hours); ARGS="--match REGEX", --kinds, --sizes, --json FILE --resume
 #   make lint    ruff and mypy
 #   make benchmark   measure three models in eager PyTorch, inductor and on ONNX Runtime (a few minutes)
 PYTHON ?= python3.11
 VENV ?= .venv
+PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
+# Behaviours of training, real models, the zoo's cheap part: see tests/test_regions.py.
+PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/test_training.py tests/test_zoo.py
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
 
-.PHONY: train benchmark test test-all lint format clean
+.PHONY: train benchmark test test-plain test-training test-all lint format clean
 
 train: $(VENV)/installed-examples
 	$(VENV)/bin/python examples/train_gpt.py $(ARGS)
@@ -20,8 +23,14 @@ train: $(VENV)/installed-examples
 benchmark: $(VENV)/installed-benchmarks
 	$(VENV)/bin/python -m benchmarks run --quick $(ARGS)
 
-test: $(VENV)/installed-dev
+# Twice: with the training kernels, and a part of the tests with the plain onnxruntime, which has none.
+test: test-plain test-training
+
+test-training: $(VENV)/installed-dev
 	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+
+test-plain: $(PLAIN)/installed
+	$(PLAIN)/bin/python -m pytest -n $(WORKERS) $(PLAIN_TESTS)
 
 test-all: $(VENV)/installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m ops.run_all --workers $(WORKERS) $(ARGS)
@@ -36,7 +45,7 @@ format: $(VENV)/installed-dev
 	$(VENV)/bin/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist out
+	rm -rf $(VENV) $(PLAIN) build dist out
 
 # A stamp for each set of extras: `installed-examples` holds what `make train` needs, `installed-dev` everything.
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -45,3 +54,11 @@ $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+# The plain onnxruntime, and behind it all that the first environment has.
+PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(PLAIN)/installed: constraints-plain.txt $(VENV)/installed-dev
+	$(PYTHON) -m venv $(PLAIN)
+	$(PLAIN)/bin/python -m pip install --no-deps --requirement constraints-plain.txt
+	echo "import site; site.addsitedir('$$($(VENV)/bin/python $(PURELIB))')" > "$$($(PLAIN)/bin/python $(PURELIB))/behind.pth"
+	touch $@

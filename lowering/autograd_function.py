@@ -130,7 +130,8 @@ _pending: dict[int, function_run.Pending] = {}
 
 
 @torch.library.impl(_library, "function_forward", "CompositeExplicitAutograd")
-def _(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[torch.Tensor]:
+def run_forward(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[torch.Tensor]:
+    """What `FORWARD` does, for a caller that is not to go through PyTorch's dispatcher, in which autograd is off."""
     known = SITES[site]
     outputs, pending = function_run.forward(known, [tensor.detach() for tensor in tensors], ints, keep=any(known.needs))
     key, memory = next(_numbers), np.array(0)
@@ -138,9 +139,11 @@ def _(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[t
         memory[()] = key
         _pending[key] = pending
         weakref.finalize(memory, _pending.pop, key, None)
-    return [*outputs, torch.from_numpy(memory)]
+    # Autograd will hang its graph on what is returned, and the graph holds the handle: what the ctx holds must be other tensors.
+    return [*(output.detach() for output in outputs), torch.from_numpy(memory)]
 
 
 @torch.library.impl(_library, "function_backward", "CompositeExplicitAutograd")
-def _(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[int], site: int) -> list[torch.Tensor]:
+def run_backward(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[int], site: int) -> list[torch.Tensor]:
+    """What `BACKWARD` does."""
     return function_run.backward(SITES[site], _pending[int(handle)], gradients)

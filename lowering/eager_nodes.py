@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.autograd_function import BACKWARD
+from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
 
 aten = torch.ops.aten
 
 Values = list[Any]
 
-# A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
-_REPLACED = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_REPLACED = {
+    # A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    FORWARD: run_forward,
+}
 
 
 def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values], Any]:
@@ -47,7 +51,7 @@ def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: in
         missing = values[undefined]
         if missing:
             gradients = [None if needs and needs <= missing else one for one, needs in zip(gradients, depends_on, strict=True)]
-        return BACKWARD(gradients, *others)
+        return run_backward(gradients, *others)
 
     return run
 

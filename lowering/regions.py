@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,6 +33,10 @@ FUNCTION = "an autograd.Function runs the user's own Python"
 # A session's call costs about as much as this many calls of PyTorch's operators (measured: `benchmarks/regions.py`).
 LEAST_NODES = 4
 TOO_SMALL = f"fewer than {LEAST_NODES} nodes without a matrix product or convolution: a session for them would cost more than it saves"
+
+SLOWER = "in plain ONNX operators it takes longer than PyTorch's kernel"
+# Multiplications from which on that holds for the backward of a convolution (measured: `benchmarks/regions.py`).
+_LARGE_CONVOLUTION = 20_000_000
 
 # Operators whose kernels take so long that the cost of a session's call does not count.
 _HEAVY = {
@@ -65,16 +70,18 @@ class Schedule:
     reasons: dict[fx.Node, str]
 
 
-def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str]) -> Schedule:
+def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *, strict: bool = False) -> Schedule:
     """Divides a graph into steps.
 
     Args:
         graph: A functional graph without dead code.
         target: What the sessions run on.
         refused: Nodes that must run in PyTorch whatever the target says, and why.
+        strict: Whether ONNX Runtime runs all that it can, even where PyTorch is faster.
     """
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr") and not is_dropped(node)]
-    reasons = {**refused, **_not_on_ort(graph, calls, target, refused)}
+    slow = [] if strict else [node for node in calls if _is_slow(node, target)]
+    reasons = _not_on_ort(graph, calls, target, {**dict.fromkeys(slow, SLOWER), **refused})
     free = frozenset(node for node in calls if node not in reasons and _is_free(node))
     nodes = [node for node in calls if node not in free]
     needs = {node: _needs(node, free) for node in nodes}
@@ -177,6 +184,16 @@ def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str |
     except LoweringError as refusal:
         return str(refusal).split("\n")[0]
     return None
+
+
+def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether a node is a large convolution's backward, for which this ONNX Runtime has no kernel, but operators to write it with."""
+    if node.target is not aten.convolution_backward.default or "com.microsoft::ConvGrad" in target.contrib_ops:
+        return False
+    gradient, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
+    groups = node.args[9]
+    products = math.prod(symbolic.hint(size) for size in (*gradient.shape, *weight.shape[1:]))
+    return bool(groups == 1 and products >= _LARGE_CONVOLUTION)
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -28,6 +28,11 @@ def dim(size: int | torch.SymInt) -> int | str:
     return int(size)
 
 
+def hint(size: int | torch.SymInt) -> int:
+    """A size, or the example of a symbolic one (1 if there is none)."""
+    return size.node.hint or 1 if isinstance(size, torch.SymInt) else size
+
+
 def shape(sizes: Sequence[int | torch.SymInt], extra: tuple[int, ...] = ()) -> ir.Shape:
     """The ONNX shape of fake sizes."""
     return ir.Shape([*map(dim, sizes), *extra])

@@ -27,10 +27,11 @@ from ort_backend.lowering.partition import dependencies
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.relayouts import drop_relayouts
-from ort_backend.lowering.passes.saved_views import save_bases
+from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.provenance import operator_name, user_line
-from ort_backend.lowering.regions import FUNCTION, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
+from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
+from ort_backend.lowering.symbolic import hint
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
 from ort_backend.runtime.session import Session
@@ -73,6 +74,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     places = _tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     save_bases(forward, backward, num_fwd_outputs)
+    lay_out(forward, backward, num_fwd_outputs)
     return Halves(forward, backward, places)
 
 
@@ -89,7 +91,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}
     while True:
-        plan = schedule(graph, target, refused)
+        plan = schedule(graph, target, refused, strict=strict)
         try:
             regions = _Regions(graph, plan, target, name)
             break
@@ -101,12 +103,13 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
             raise NotOnOrt(one.operator, one.reason, one.where)
     models = tuple(region.lowered for region in regions.of_step.values())
     calls = [node for node in plan.reasons if node.target in (FORWARD, BACKWARD)]
+    is_backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
     content = Content(
         outside=tuple(outside),
         fx_nodes=sum(not is_value(node) for step in plan.steps for node in step.nodes),
         onnx_nodes=sum(model.onnx_nodes for model in models) + len(outside) + len(calls),
         kept_bytes=_kept_bytes(graph),
-        functions=tuple(SITES[node.args[2]].name for node in calls if node.target is FORWARD),  # type: ignore[index]
+        functions=tuple(SITES[node.args[2]].name for node in calls if node.target is FORWARD and not is_backward),  # type: ignore[index]
         sessions=len(models),
         python_nodes=False,
     )
@@ -114,7 +117,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason == TOO_SMALL)
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER))
 
 
 def _counts(node: fx.Node, reason: str) -> bool:
@@ -326,8 +329,4 @@ def _kept_bytes(graph: fx.Graph) -> int:
 def _bytes(fake: Any) -> int:
     if not isinstance(fake, torch.Tensor):
         return 0
-    return math.prod(_hint(size) for size in fake.shape) * fake.element_size()
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else size.node.hint or 1
+    return math.prod(map(hint, fake.shape)) * fake.element_size()

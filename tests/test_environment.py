@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import tomllib
-import torch
 
 from ort_backend import environment
 from ort_backend.environment import check_environment
@@ -183,14 +182,3 @@ def test_pyproject_asks_for_what_is_checked() -> None:
     asked = dict(re.match(r"([a-z-]+)(?:>=([\d.]+))?", line).groups() for line in pyproject["project"]["dependencies"])
     checked = {**environment.OLDEST, "onnxruntime": environment.OLDEST_ONNXRUNTIME}
     assert {name: tuple(map(int, asked[name].split("."))) for name in checked} == checked
-
-
-def test_training_without_training_kernels_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ort_backend.runtime import capabilities
-
-    monkeypatch.setattr(capabilities, "has_training", lambda: False)
-    compiled = torch.compile(torch.nn.Linear(3, 3), backend="ort_training")
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="pip install onnxruntime-training"):
-        compiled(torch.ones(2, 3))
-    with torch.no_grad():
-        assert compiled(torch.ones(2, 3)).shape == (2, 3)

@@ -1,4 +1,7 @@
-"""A backward gets what its saved views are views of, and takes the views again: sessions take contiguous tensors without a copy, no others."""
+"""What is saved for a backward becomes contiguous: sessions take contiguous tensors without a copy, no others.
+
+The backward gets what its saved views are views of, and takes the views again.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,17 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_output
     _save(forward.graph, results[:num_fwd_outputs], [*kept, *sizes])
     forward.recompile()
     backward.recompile()
+
+
+def lay_out(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Says of the saved tensors that nobody but the backward sees that they are contiguous, so that sessions make them so."""
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    seen = {root(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
+    arriving = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    for node in results[num_fwd_outputs:]:
+        fake = node.meta.get("val")
+        if isinstance(fake, torch.Tensor) and node.op == "call_function" and root(node) is node and node not in seen and not fake.is_contiguous():
+            node.meta["val"] = arriving[node.name].meta["val"] = torch.empty_like(fake, memory_format=torch.contiguous_format)
 
 
 def _chain(node: fx.Node, arriving: dict[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from autograd_function.harness import leaves, same_as_eager
+from behaviours.check import single_session
 from torch.autograd import Function
 
 import ort_backend
@@ -252,6 +253,7 @@ def test_a_compiled_function_inside_does_not_wait_for_itself(warm: bool) -> None
     in_time(lambda: same_as_eager(lambda x: Outer.apply(x.relu()), (3,)))
 
 
+@single_session
 def test_a_graph_module_inside_runs_in_eager_and_is_counted() -> None:
     """What Dynamo does not stop: the compiled graph itself, called inside a Python node."""
     graphs = []

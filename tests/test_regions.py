@@ -1,0 +1,380 @@
+"""Without training kernels: sessions with eager PyTorch between them. In an environment that has such kernels they are hidden here."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import logging
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import ort_backend
+from ort_backend import compiler, regions
+from ort_backend.lowering.regions import LEAST_NODES, SLOWER, Schedule, frontier, schedule
+from ort_backend.runtime import capabilities
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+OPERATORS = ["regions::twist", "regions::untwist"]
+
+
+@pytest.fixture(autouse=True)
+def _without_training_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "has_training", lambda: False)
+    monkeypatch.setattr(capabilities, "has_python_op", lambda: False)
+
+
+@torch.library.custom_op("regions::twist", mutates_args=())
+def twist(x: torch.Tensor) -> torch.Tensor:
+    """Without a lowering; remembers its results and counts its calls."""
+    made = x.sin().mul_(2)
+    RESULTS.append(weakref.ref(made))
+    return made
+
+
+@torch.library.custom_op("regions::untwist", mutates_args=())
+def untwist(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * x.cos() * gradient
+
+
+RESULTS: list[Any] = []
+twist.register_fake(torch.empty_like)
+untwist.register_fake(lambda x, gradient: torch.empty_like(x))
+twist.register_autograd(
+    lambda ctx, gradient: untwist(ctx.saved_tensors[0], gradient), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class Net(nn.Module):
+    """Two parts for ONNX Runtime with one for PyTorch between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(16, 32), nn.Dropout(0.3), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.drop(twist(self.first(x))).relu())
+
+
+# -- what runs where
+
+
+def test_a_graph_that_onnx_runtime_runs_whole_has_a_session_for_each_direction() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
+    (graph,) = same_as_eager(model, call(X), graphs=1).graphs
+    assert (graph.kind, graph.sessions, graph.outside) == ("training", 2, ())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_has_no_lowering_runs_between_sessions(dynamic: bool) -> None:
+    (graph,) = same_as_eager(Net(), call(X), graphs=1, python_ops=OPERATORS, dynamic=dynamic).graphs
+    assert graph.sessions == 4
+    assert [(one.operator, one.count) for one in graph.outside] == [(name, 1) for name in OPERATORS]
+    assert "4 sessions" in str(ort_backend.report()) and "in 4 sessions, 2 in PyTorch (regions::twist x1" in graph.summary()
+
+
+def test_a_forward_without_gradients_takes_the_same_way() -> None:
+    with torch.no_grad():
+        (graph,) = same_as_eager(Net().eval(), call(X.detach()), graphs=1, python_ops=OPERATORS[:1], train=False).graphs
+    assert (graph.kind, graph.sessions) == ("inference", 2)
+
+
+def test_a_handful_of_cheap_nodes_gets_no_session(caplog: pytest.LogCaptureFixture) -> None:
+    compiler._warned.clear()
+    with caplog.at_level(logging.WARNING, logger="ort_backend"):
+        (graph,) = same_as_eager(lambda x: twist(x + 1) * 3, call(X), graphs=1, python_ops=OPERATORS).graphs
+    assert graph.sessions == 0
+    chosen = {one.operator for one in graph.outside if one.is_choice}
+    assert chosen == {"aten::add.Tensor", "aten::mul.Tensor"}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("between ONNX Runtime sessions" in text for text in said), "one warning for each operator that cannot run"
+
+
+def test_strict_names_what_cannot_run_and_not_what_could() -> None:
+    with refused(ort_backend.LoweringError, "regions::twist does not run on ONNX Runtime: no lowering"):
+        compiled(lambda x: twist(x + 1) * 3, options={"strict": True})(X)
+
+
+def test_branches_share_sessions() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        branches = [torch.tanh(twist((x * i).tanh() @ x.t() / 16) @ x).sigmoid() for i in range(4)]
+        return sum(branches)  # type: ignore[return-value]
+
+    with torch.no_grad():
+        (graph,) = same_as_eager(function, call(X.detach()), graphs=1, python_ops=OPERATORS[:1], train=False).graphs
+    assert graph.sessions == 2 and graph.outside[0].count == 4
+
+
+# -- the schedule
+
+
+def _random_graph(seed: int) -> tuple[fx.Graph, dict[fx.Node, str]]:
+    """Sums and views of what came before, and which of them are to run in PyTorch."""
+    choose = random.Random(seed)
+    graph, refused_nodes = fx.Graph(), {}
+    values = [graph.placeholder("x")]
+    for _ in range(40):
+        kind = choose.choice([aten.add.Tensor, aten.mm.default, aten.t.default])
+        count = 1 if kind is aten.t.default else 2
+        values.append(graph.call_function(kind, tuple(choose.choice(values[-6:]) for _ in range(count))))
+        if kind is not aten.t.default and choose.random() < 0.3:
+            refused_nodes[values[-1]] = "chance"
+    for node in values:
+        node.meta["val"] = torch.empty(3, 3, device="meta")
+    graph.output((values[-1],))
+    graph.eliminate_dead_code()
+    return graph, {node: reason for node, reason in refused_nodes.items() if node in set(graph.nodes)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_step_has_what_it_needs(seed: int) -> None:
+    graph, refused_nodes = _random_graph(seed)
+    plan = schedule(graph, OrtTarget(contrib_ops=frozenset()), refused_nodes)
+    done: set[fx.Node] = {node for node in graph.nodes if node.op == "placeholder"}
+    for step in plan.steps:
+        for node in step.nodes:
+            assert step.on_ort == (node not in plan.reasons)
+            done.add(node) if set(frontier(node.all_input_nodes, plan.free)) <= done else pytest.fail(f"{node} runs too early")
+    computed = {node for node in graph.nodes if node.op == "call_function"}
+    assert computed == {node for step in plan.steps for node in step.nodes} | plan.free
+    assert all(one.on_ort != other.on_ort for one, other in itertools.pairwise(plan.steps))
+    assert len(plan.steps) <= _changes(graph, plan) + 2
+    assert all(reason == "chance" or node not in refused_nodes for node, reason in plan.reasons.items())
+
+
+def _changes(graph: fx.Graph, plan: Schedule) -> int:
+    """The most changes between ONNX Runtime and PyTorch on any path through the graph: no schedule has fewer steps than one more."""
+    longest: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in plan.free:
+            before = [one for one in frontier(node.all_input_nodes, plan.free) if one.op != "placeholder"]
+            longest[node] = max((longest[one] + ((one in plan.reasons) != (node in plan.reasons)) for one in before), default=0)
+    return max(longest.values(), default=0)
+
+
+def test_small_regions_are_those_without_a_product() -> None:
+    def steps(operators: list[Any]) -> list[tuple[bool, int]]:
+        graph = fx.Graph()
+        value = x = graph.placeholder("x")
+        for operator in operators:
+            value = graph.call_function(operator, (value, x))
+        graph.output((value,))
+        for node in graph.nodes:
+            node.meta["val"] = torch.empty(3, 3, device="meta")
+        middle = [node for node in graph.nodes if node.target is aten.atan2.default]
+        plan = schedule(graph, OrtTarget(contrib_ops=frozenset()), dict.fromkeys(middle, "chance"))
+        return [(step.on_ort, len(step.nodes)) for step in plan.steps]
+
+    few, enough = [aten.add.Tensor] * (LEAST_NODES - 1), [aten.add.Tensor] * LEAST_NODES
+    assert steps([*few, aten.atan2.default]) == [(False, LEAST_NODES)]
+    assert steps([*enough, aten.atan2.default]) == [(True, LEAST_NODES), (False, 1)]
+    assert steps([aten.mm.default, aten.atan2.default, *few]) == [(True, 1), (False, LEAST_NODES)]
+    assert steps(few) == [(True, LEAST_NODES - 1)], "what ONNX Runtime runs whole is never too small"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_large_convolutions_backward_runs_in_pytorch_where_onnx_runtime_has_no_kernel(monkeypatch: pytest.MonkeyPatch, strict: bool) -> None:
+    monkeypatch.setattr(capabilities, "has_contrib_op", lambda op_type, *_: op_type in ("Gelu", "FusedMatMul"))
+    x = torch.randn(4, 32, 24, 24)
+    options = {"strict": strict}
+    (graph,) = same_as_eager(nn.Conv2d(32, 64, 3), call(x), graphs=1, atol=1e-2, options=options).graphs
+    assert [(one.operator, one.reason) for one in graph.outside if one.reason == SLOWER] == (
+        [] if strict else [("aten::convolution_backward", SLOWER)]
+    )
+
+
+# -- what passes between forward and backward
+
+
+def _halves(monkeypatch: pytest.MonkeyPatch) -> list[regions.Halves]:
+    found: list[regions.Halves] = []
+    split = regions.split
+
+    def spy(*args: Any) -> regions.Halves:
+        found.append(split(*args))
+        return found[-1]
+
+    monkeypatch.setattr(regions, "split", spy)
+    return found
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_are_not_saved_but_what_they_are_views_of(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).view(2, -1, 3, 4, 4).permute(2, 0, 3, 1, 4).unbind()
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    found = _halves(monkeypatch)
+    same_as_eager(Attention(), call(X), graphs=1, dynamic=dynamic)
+    saved = [node.meta["val"] for node in found[0].backward.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)]
+    assert len(saved) >= 3 and all(fake.is_contiguous() for fake in saved)
+
+
+def test_no_tensor_is_copied_on_its_way_into_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 5, 16)
+    with on_ort(graphs=1):
+        step = compiled(model)
+        step(x).sum().backward()
+        copies: list[Any] = []
+        contiguous = torch.Tensor.contiguous
+        monkeypatch.setattr(torch.Tensor, "contiguous", lambda tensor: copies.append(tensor.shape) or contiguous(tensor))
+        step(x).square().sum().backward()
+    assert copies == []
+
+
+def test_a_parameter_that_the_backward_reads_is_watched() -> None:
+    model = Net()
+    with on_ort(graphs=1, python_ops=OPERATORS, idle=True):
+        loss = compiled(model)(X).sum()
+        with torch.no_grad():
+            model.second.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_two_backwards_over_one_forward() -> None:
+    model = Net().eval()
+    reference = copy.deepcopy(model)
+    with on_ort(graphs=1, forwards=1, backwards=2, python_ops=OPERATORS):
+        for side in (compiled(model), reference):
+            loss = side(X).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    same_gradients(model.parameters(), reference.parameters())
+    X.grad = None
+
+
+def test_a_checkpoint_computes_again_what_it_does_not_keep() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False).sin()
+
+    model = Kept()
+    with on_ort(graphs=1, python_ops=None) as ran:
+        step = compiled(model)
+        torch.manual_seed(3)
+        RESULTS.clear()
+        loss = step(X).sum()
+        assert len(RESULTS) == 1
+        loss.backward()
+        assert len(RESULTS) == 2, "once for the forward, once for the backward"
+    own = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(3)
+    model(X).sum().backward()
+    same_tree(own, [p.grad for p in model.parameters()])
+    assert ran.graphs[0].kept_bytes == torch.get_rng_state().nbytes, "the hidden layer is not kept, but what its dropout draws from"
+    X.grad = None
+
+
+def test_gradients_that_autograd_has_none_of_stay_none() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            ctx.set_materialize_grads(False)
+            return x * 2, y * 3
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            seen.append([one is None for one in gradients])
+            return tuple(None if one is None else one * factor for one, factor in zip(gradients, (2, 3)))
+
+    seen: list[list[bool]] = []
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Double.apply(x.exp(), y.exp())
+
+    for used in (0, 1):
+        one, other = twin((X, X)), twin((X, X))
+        with on_ort(graphs=1) as ran:
+            for side, inputs in ((compiled(function), one), (function, other)):
+                side(*inputs)[used].sum().backward()
+        same_gradients(one, other)
+        assert ran.graphs[0].functions == 1 and seen[-2] == seen[-1] == [used == 1, used == 0]
+
+
+# -- order and memory
+
+
+def test_draws_keep_their_order_among_sessions() -> None:
+    def function(x: torch.Tensor) -> Any:
+        first = torch.rand_like(x)
+        second = torch.bernoulli((x.detach() @ x.detach().t()).sigmoid())
+        third = nn.functional.dropout(second @ x, 0.5)
+        return first * x, third, torch.randn(3)
+
+    same_as_eager(function, call(X), graphs=1, python_ops=["aten::bernoulli", "aten::native_dropout", "aten::randn"])
+
+
+def test_values_go_with_their_last_reader() -> None:
+    alive: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = twist(x)
+        return x
+
+    with on_ort(graphs=1, python_ops=OPERATORS[:1]), torch.no_grad():
+        step = compiled(function)
+        step(X.detach())
+        RESULTS.clear()
+        step(X.detach())
+        for i in range(len(RESULTS)):
+            alive.append(sum(one() is not None for one in RESULTS[: i + 1]))
+        gc.collect()
+    assert len(RESULTS) == 6 and sum(one() is not None for one in RESULTS) == 0
+
+
+@pytest.fixture
+def allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of what is allocated in torch's memory for the outputs of sessions."""
+    from ort_backend.runtime import binding
+
+    shapes: list[tuple[int, ...]] = []
+
+    class Torch:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+        def empty(self, shape: Any, **kwargs: Any) -> torch.Tensor:
+            shapes.append(tuple(shape))
+            return torch.empty(shape, **kwargs)
+
+    monkeypatch.setattr(binding, "torch", Torch())
+    yield shapes
+
+
+def test_outputs_of_known_shape_are_in_torchs_memory(allocated: list[tuple[int, ...]]) -> None:
+    with on_ort(graphs=1), torch.no_grad():
+        step = compiled(lambda x: (x.exp(), x @ x.t()), dynamic=True)
+        for rows in (5, 7):
+            x = torch.randn(rows, 3)
+            same_tree(step(x), (x.exp(), x @ x.t()))
+    assert allocated == [(5, 3), (5, 5), (7, 3), (7, 7)]
+
+
+def test_outputs_whose_shape_depends_on_values_are_not(allocated: list[tuple[int, ...]]) -> None:
+    x = torch.tensor([1.0, -1.0, 2.0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), on_ort(graphs=1, python_ops=None), torch.no_grad():
+        same_tree(compiled(lambda x: x[x > 0] * 2)(x), x[x > 0] * 2)
+    assert allocated == []
