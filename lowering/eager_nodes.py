@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
+from ort_backend.lowering.python_op import READS_STRIDES, laid_out, static_stride
 
 aten = torch.ops.aten
 
@@ -28,11 +29,18 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
         constant = attribute(node)
         return lambda values: constant
     target: Any = node.target
+    if target in READS_STRIDES and (stride := static_stride(node.args[0].meta["val"])) is not None:  # type: ignore[union-attr]
+        target = _on(stride, target)
     target = _REPLACED.get(target, target)
     writer = _Writer(slots)
     positional = [writer.source(arg) for arg in node.args]
     keywords = [f"{name}={writer.source(arg)}" for name, arg in node.kwargs.items()]
     return eval(f"lambda values: target({', '.join([*positional, *keywords])})", {"target": target, **writer.constants})
+
+
+def _on(stride: tuple[int, ...], target: Callable[..., Any]) -> Callable[..., Any]:
+    """`target` on a first argument of the strides that it had in the trace."""
+    return lambda tensor, *args, **kwargs: target(laid_out(tensor, stride), *args, **kwargs)
 
 
 def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: int, depends_on: Sequence[frozenset[int]]) -> Callable[[Values], Any]:

@@ -65,7 +65,7 @@ class _TensorSlot:
 
 
 # Operators whose meaning depends on the strides of their argument and not on its values alone.
-_READS_STRIDES = {
+READS_STRIDES = {
     torch.ops.aten.as_strided.default,
     torch.ops.aten.as_strided_copy.default,
     torch.ops.aten.as_strided_scatter.default,
@@ -109,9 +109,14 @@ def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return tensor.item()
     value = from_carrier(tensor, slot.dtype)
-    if slot.stride is not None and value.stride() != slot.stride:
-        value = torch.empty_strided(value.shape, slot.stride, dtype=value.dtype, device=value.device).copy_(value)
-    return value
+    return value if slot.stride is None else laid_out(value, slot.stride)
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides: a copy if it has others."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
@@ -148,7 +153,7 @@ def write_python_op(
         if isinstance(argument, ir.Value):
             like = next(remaining)
             is_tensor = isinstance(like, torch.Tensor)
-            stride = _static_stride(like) if is_tensor and target in _READS_STRIDES else None
+            stride = static_stride(like) if is_tensor and target in READS_STRIDES else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
             values.append(argument)
     if not values:  # a PythonOp has at least one input
@@ -162,7 +167,8 @@ def write_python_op(
     return as_declared(op, made, results, outputs), call
 
 
-def _static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:
+def static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a fake tensor; None if one is symbolic."""
     return tuple(int(s) for s in fake.stride()) if all(isinstance(s, int) for s in fake.stride()) else None
 
 

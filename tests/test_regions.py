@@ -378,3 +378,12 @@ def test_outputs_whose_shape_depends_on_values_are_not(allocated: list[tuple[int
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), on_ort(graphs=1, python_ops=None), torch.no_grad():
         same_tree(compiled(lambda x: x[x > 0] * 2)(x), x[x > 0] * 2)
     assert allocated == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_counts_addresses_counts_those_of_the_trace(dynamic: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        hidden = (x.exp() @ x.t()).t()  # 8 x 8, columns first
+        return twist(hidden).as_strided((4, 4), (1, 8), 3) @ hidden.as_strided((4, 3), (2, 3))
+
+    same_as_eager(function, call(X / 8), graphs=1, python_ops=None, dynamic=dynamic)

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.partition import root
+from ort_backend.lowering.python_op import READS_STRIDES
 
 
 def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -49,6 +50,8 @@ def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_output
 
 def lay_out(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
     """Says of the saved tensors that nobody but the backward sees that they are contiguous, so that sessions make them so."""
+    if any(node.target in READS_STRIDES for half in (forward, backward) for node in half.graph.nodes):
+        return
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     seen = {root(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
     arriving = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
