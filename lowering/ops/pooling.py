@@ -132,23 +132,36 @@ def max_pool3d_with_indices_backward(op, grad_output, self, kernel_size, stride,
 # -- average
 
 
-def _counts_padding(window: dict[str, Any], spatial: int, count_include_pad: bool, divisor_override: int | None) -> bool:
-    """Whether windows are divided by their full size. PyTorch never counts what `ceil_mode` adds."""
+def _counted(window: dict[str, Any], spatial: int, count_include_pad: bool, divisor_override: int | None) -> str:
+    """What windows are divided by: their full size ("whole"), what they cover without padding ("inside"), or with the padding that was asked for,
+    but without what `ceil_mode` adds ("padded").
+    """
+    if "ceil_mode" in window:
+        raise Unsupported("averages with ceil_mode, of sizes that are not known or with more padding than ONNX Runtime takes")
     pads, behind = window["pads"][:spatial], window["pads"][spatial:]
-    if divisor_override:
-        return True  # only the sum matters
-    if pads != behind and any(pads) and count_include_pad:
-        raise Unsupported("ceil_mode with padding of which a part counts")
-    return count_include_pad and pads == behind
+    if divisor_override or (count_include_pad and pads == behind):
+        return "whole"  # for a divisor only the sum matters
+    return "padded" if count_include_pad and any(pads) else "inside"
 
 
 def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None) -> ir.Value:
-    count_include_pad = _counts_padding(window, spatial, count_include_pad, divisor_override)
+    counted = _counted(window, spatial, count_include_pad, divisor_override)
     window = {name: value for name, value in window.items() if name != "dilations"}
-    out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(count_include_pad))
+    out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(counted != "inside"))
+    whole = math.prod(window["kernel_shape"])
     if divisor_override:
-        out = op.Mul(out, math.prod(window["kernel_shape"]) / divisor_override)
+        out = op.Mul(out, whole / divisor_override)
+    if counted == "padded":
+        counts = _counts(_static(self, spatial), _pooled(self, spatial, window), window, window["pads"])  # type: ignore[arg-type]
+        out = op.Mul(out, constant(op, whole / counts, self.dtype))  # type: ignore[arg-type]
     return _unbatched(op, out, self, spatial)
+
+
+def _pooled(self: ir.Value, spatial: int, window: dict[str, Any]) -> list[int]:
+    """The sizes of the result."""
+    kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"]
+    sizes = _static(self, spatial)
+    return [(size + p + more - k) // s + 1 for size, k, s, p, more in zip(sizes, kernel, strides, pads, pads[spatial:])]  # type: ignore[arg-type]
 
 
 @register(aten.avg_pool2d.default)
@@ -176,14 +189,13 @@ def _avg_pool_backward(
     sizes = _static(self, spatial)
     if sizes is None:
         return _spread(op, grad_output, self, spatial, window, count_include_pad, divisor_override)
-    count_include_pad = _counts_padding(window, spatial, count_include_pad, divisor_override)
-    kernel, strides, pads, behind = window["kernel_shape"], window["strides"], window["pads"][:spatial], window["pads"][spatial:]
-    pooled = [(size + p + more - k) // s + 1 for size, k, s, p, more in zip(sizes, kernel, strides, pads, behind)]
-    if count_include_pad or not any(window["pads"]):
+    counted = _counted(window, spatial, count_include_pad, divisor_override)
+    kernel, strides, pads, pooled = window["kernel_shape"], window["strides"], window["pads"][:spatial], _pooled(self, spatial, window)
+    if counted == "whole" or not any(window["pads"]):
         weight, grad = 1 / (divisor_override or math.prod(kernel)), grad_output
     else:
-        grad = op.Div(grad_output, constant(op, _counts(sizes, pooled, kernel, strides, pads), grad_output.dtype))  # type: ignore[arg-type]
-        weight = 1.0
+        counts = _counts(sizes, pooled, window, pads if counted == "padded" else [0] * spatial)
+        weight, grad = 1.0, op.Div(grad_output, constant(op, counts, grad_output.dtype))  # type: ignore[arg-type]
     planes = typed(op.Reshape(grad, int64s(op, [-1, 1, *pooled])), self.dtype, [None, 1, *pooled])
     missing = [size - ((n - 1) * s - 2 * p + k) for size, n, s, p, k in zip(sizes, pooled, strides, pads, kernel)]
     spread = op.ConvTranspose(
@@ -200,6 +212,7 @@ def _spread(
     op: Any, grad_output: ir.Value, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None
 ) -> ir.Value:
     """The same for planes of unknown sizes: what the windows cover, extended or cut to the plane."""
+    _counted(window, spatial, count_include_pad, divisor_override)
     kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
     pooled, plane = op.Shape(grad_output, start=-spatial), op.Shape(self, start=-spatial)
     weight = 1 / (divisor_override or math.prod(kernel))
@@ -227,12 +240,12 @@ def _counts_of(op: Any, pooled: ir.Value, plane: ir.Value, window: dict[str, Any
     return op.Cast(counts, to=like.dtype)
 
 
-def _counts(sizes: list[int], pooled: list[int], kernel: list[int], strides: list[int], pads: list[int]) -> np.ndarray:
-    """How many elements of the unpadded input each window covers."""
+def _counts(sizes: list[int], pooled: list[int], window: dict[str, Any], edges: Sequence[int]) -> np.ndarray:
+    """How many elements each window covers, of the input and of as much padding around it as `edges` says."""
     counts = np.ones([], dtype=np.int64)
-    for size, n, k, s, p in zip(sizes, pooled, kernel, strides, pads):
+    for size, n, k, s, p, edge in zip(sizes, pooled, window["kernel_shape"], window["strides"], window["pads"], edges):
         start = np.arange(n) * s - p
-        counts = np.multiply.outer(counts, np.minimum(start + k, size) - np.maximum(start, 0))
+        counts = np.multiply.outer(counts, np.minimum(start + k, size + edge) - np.maximum(start, -edge))
     return counts
 
 

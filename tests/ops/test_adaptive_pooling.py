@@ -81,3 +81,11 @@ def test_maxima_rounded_up_over_planes_of_unknown_size(window: tuple[int, int, i
 def test_windows_that_may_start_in_the_padding_run_in_pytorch() -> None:
     pool = lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True)  # noqa: E731
     check_training(pool, needs_grad(2, 5, 9, 10), dynamic=True, outside=["aten::max_pool2d_with_indices"])
+
+
+@pytest.mark.parametrize("count_include_pad", [True, False])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (6, 3, 2), (7, 3, 3), (7, 3, 0), (2, 3, 1)])
+def test_averages_rounded_up(kernel: int, stride: int, padding: int, count_include_pad: bool) -> None:
+    pool = lambda x: F.avg_pool2d(x, kernel, stride, padding, True, count_include_pad)  # noqa: E731
+    check_training(pool, needs_grad(2, 3, 9, 10))
+    check_training(pool, needs_grad(4, 3, 9, 10), dynamic=True, outside=["aten::avg_pool2d", "aten::avg_pool2d_backward"])
