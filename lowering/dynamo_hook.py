@@ -1,12 +1,14 @@
 """Where Dynamo meets `Fn.apply(...)` in a compile of ours, the Function becomes one opaque call, whatever its Python does.
 
-Everything that reaches into Dynamo for that is in this file (read in torch 2.13): `AutogradFunctionVariable.call_apply` is replaced by a
-function that acts for our backend only and hands every other compile, and every call that it cannot take, to the original.
+Everything that reaches into Dynamo for that is in this file (run with torch 2.6.0, 2.9.1, 2.11.0, 2.13.0 and 2.15.0, the same in all of them
+unless a line says otherwise): `AutogradFunctionVariable.call_apply` is replaced by a function that acts for our backend only and hands every
+other compile, and every call that it cannot take, to the original.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import types
 import warnings
@@ -52,10 +54,14 @@ def install(is_ours: Callable[[Any], bool], default: Callable[[Any], str]) -> bo
     @functools.wraps(original)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         backend, options = _innermost(getattr(tx.output, "compiler_fn", None))
-        if not is_ours(backend) or default(options) != "opaque":
+        if not is_ours(backend):
             return original(self, tx, args, kwargs)
-        made = _opaque(self, tx, args, kwargs)
-        return made if made is not None else original(self, tx, args, kwargs)
+        made = _opaque(self, tx, args, kwargs) if default(options) == "opaque" else None
+        if made is not None:
+            return made
+        made = original(self, tx, args, kwargs)
+        _count_inlined()
+        return made
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
     return True
@@ -67,6 +73,19 @@ def uninstall() -> None:
         from torch._dynamo.variables.misc import AutogradFunctionVariable
 
         AutogradFunctionVariable.call_apply = _original.pop()  # type: ignore[method-assign]
+
+
+def inlined() -> int | None:
+    """How many Functions were traced into operators, in the graph that Dynamo is compiling; None where nobody counted."""
+    context = torch._guards.TracingContext.try_get()
+    return getattr(context, "ort_inlined_functions", None) if _original else None
+
+
+def _count_inlined() -> None:
+    # The context lives as long as one attempt to trace a graph: what an attempt that is given up has counted goes with it.
+    context: Any = torch._guards.TracingContext.try_get()
+    if context is not None:
+        context.ort_inlined_functions = getattr(context, "ort_inlined_functions", 0) + 1
 
 
 def _innermost(backend: Any) -> tuple[Any, Any]:
@@ -90,8 +109,8 @@ _INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callabl
 
 def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The results of an opaque call as Dynamo's variables; None where the original is to take over."""
-    if kwargs:
-        resolved = variable._resolve_kwargs(args, kwargs)
+    if kwargs:  # which `apply` takes since 2.13
+        resolved = variable._resolve_kwargs(args, kwargs) if hasattr(variable, "_resolve_kwargs") else None
         if resolved is None:
             return None
         args = resolved
@@ -126,10 +145,13 @@ def _left_inline(variable: Any, reason: str) -> None:
 
 def _break(site: Site, reason: str) -> None:
     """Ends the graph in front of the call, which then runs in eager PyTorch."""
-    from torch._dynamo.exc import unimplemented
+    from torch._dynamo import exc
 
     warnings.warn(reason, stacklevel=2)
-    unimplemented(
+    graph_break: Any = getattr(exc, "unimplemented_v2", exc.unimplemented)  # its name from 2.7 to 2.9
+    if "gb_type" not in inspect.signature(graph_break).parameters:  # 2.6
+        graph_break(f"autograd.Function of unknown results {site.name}: {reason}")
+    graph_break(
         gb_type="autograd.Function of unknown results",
         context=site.name,
         explanation=reason,

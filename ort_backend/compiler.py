@@ -281,7 +281,9 @@ def boxed(function: Boxed) -> Boxed:
 
 
 def _inlined_functions(gm: fx.GraphModule) -> int:
-    """How many autograd.Functions Dynamo has traced into their operators."""
+    """How many autograd.Functions Dynamo has traced into their operators. In Dynamo's graph they show where gradients are needed only."""
+    if (counted := dynamo_hook.inlined()) is not None:
+        return counted
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     return sum(node.target is torch.ops.higher_order.autograd_function_apply for graph in graphs for node in graph.nodes)
 
@@ -301,7 +303,7 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
         tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
-    return capabilities.target(provider, settings.opset, settings.custom_op_libraries)
+    return dataclasses.replace(capabilities.target(provider, settings.opset, settings.custom_op_libraries), kernels=settings.kernels)
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.

@@ -40,6 +40,14 @@ def test_inline_traces_the_body() -> None:
     assert "1 autograd.Functions, " in graph.summary()
 
 
+def test_inline_is_counted_without_gradients_too() -> None:
+    compiled = torch.compile(lambda x: Cube.apply(Cube.apply(x)), backend="ort_training", options={"autograd_functions": "inline"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(torch.full((2,), 2.0)), torch.full((2,), 512.0))
+    graph = ort_backend.report().graphs[-1]
+    assert (graph.functions, graph.inlined_functions) == (0, 2)
+
+
 def test_an_unknown_choice_is_an_error() -> None:
     with pytest.raises(Exception, match="autograd_functions"):
         torch.compile(lambda x: x * 2, backend="ort_training", options={"autograd_functions": "no"})(torch.ones(2))
