@@ -1,0 +1,91 @@
+"""The faster kernel of two: by size, by shape class, by option, and in the report."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ort_backend
+from ort_backend.lowering import kernel_choice
+
+TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "FASTER_IN_PYTORCH", TABLE)
+
+
+def _outside(function: Any, *args: torch.Tensor, **options: Any) -> list[tuple[str, str, bool]]:
+    """What PyTorch runs in a training graph of `function`, which is checked against eager."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="ort_training", options=options)
+    results = []
+    for call in (function, compiled):
+        leaves = [arg.detach().clone().requires_grad_(arg.is_floating_point()) for arg in args]
+        out = call(*leaves)
+        out.sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    return [(one.operator, one.reason, one.is_choice) for one in ort_backend.report().graphs[-1].outside]
+
+
+@pytest.mark.parametrize("elements, chosen", [(99, False), (100, True), (1000, True), (1001, False)])
+def test_by_size(table: None, elements: int, chosen: bool) -> None:
+    outside = _outside(nn.functional.gelu, torch.randn(elements))
+    assert outside == ([("aten::gelu", "PyTorch's kernel is 2.0 times as fast at this size", True)] if chosen else [])
+
+
+def test_by_shape_class(table: None) -> None:
+    depthwise, dense, wide = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 5, groups=4)
+    x = torch.randn(2, 4, 8, 8)
+    assert [operator for operator, _, _ in _outside(depthwise, x)] == ["aten::convolution"]
+    assert _outside(dense, x) == _outside(wide, x) == []
+
+
+def test_symbolic_sizes_count_as_their_example(table: None) -> None:
+    compiled = torch.compile(nn.functional.gelu, backend="ort_training", dynamic=True)
+    x = torch.randn(20, 10)
+    torch.testing.assert_close(compiled(x), nn.functional.gelu(x))
+    assert ort_backend.report().graphs[-1].python_ops == 1
+    torch.testing.assert_close(compiled(x[:2]), nn.functional.gelu(x[:2]))
+
+
+def test_float64_is_not_in_the_table(table: None) -> None:
+    assert not any(is_choice for _, _, is_choice in _outside(nn.functional.gelu, torch.randn(200, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("options", [{"kernels": "onnxruntime"}, {"strict": True}])
+def test_onnx_runtime_only(table: None, options: dict[str, Any]) -> None:
+    assert _outside(nn.functional.gelu, torch.randn(200), **options) == []
+
+
+def test_a_choice_is_no_warning(table: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ort_backend"):
+        assert len(_outside(nn.functional.gelu, torch.randn(200))) == 1
+    assert not [record for record in caplog.records if record.name.startswith("ort_backend")]
+
+
+def test_an_unknown_value_is_an_error() -> None:
+    with pytest.raises(Exception, match="option 'kernels' is 'fast', but must be 'measured' or 'onnxruntime'"):
+        torch.compile(nn.functional.gelu, backend="ort_training", options={"kernels": "fast"})(torch.randn(2))
+
+
+@pytest.mark.parametrize(
+    "length, causal, operators",
+    [(512, False, 0), (600, False, 1), (600, True, 2), (1100, False, 2)],
+)
+def test_long_attention_keeps_no_probabilities(length: int, causal: bool, operators: int) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+    outside = _outside(attend, *inputs)
+    assert sorted(operator.rpartition("::")[2] for operator, _, _ in outside) == sorted(
+        ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"][:operators]
+    )
+    assert all(is_choice for _, _, is_choice in outside)
