@@ -171,7 +171,12 @@ def _look_at(support: Support, node: fx.Node, dtypes: Sequence[torch.dtype], tar
         alone = _alone(node, {traced: dtype})
         if alone is None:
             continue
-        reason, kernels = _lowered(alone, target)
+        try:
+            reason, kernels = _lowered(alone, target)
+        except _UNTRACEABLE:
+            if dtype is traced:
+                raise
+            continue  # PyTorch knows the result's shape in this dtype, and yet has no kernel for it; nor is the lowering made for it
         if reason is None:
             support.kernels |= kernels
             support.dtypes = [one for one in DTYPES if one is dtype or one in support.dtypes]
