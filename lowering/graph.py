@@ -19,6 +19,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.function_op import FunctionWriter
+from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.effects import has_effect
@@ -213,6 +214,8 @@ class GraphLowering:
         reason = self._not_native(node)
         if reason is None and is_random(node):
             reason = "a random draw that cannot be made before the graph runs, since it or one before it depends on computed values"
+        if reason is None and not self.strict and (faster := faster_in_pytorch(node, self.target)) is not None:
+            return self._by_python_op(node, faster, is_choice=True)
         if reason is None:
             result, reason = self._by_lowering(node)
             if reason is None:
@@ -337,7 +340,7 @@ class GraphLowering:
                     return f"{fake.dtype} has no ONNX Runtime kernels"
         return None
 
-    def _by_python_op(self, node: fx.Node, reason: str) -> Any:
+    def _by_python_op(self, node: fx.Node, reason: str, *, is_choice: bool = False) -> Any:
         title, where = operator_name(node.target), user_line(node)
         if self.strict or not self.target.python_op:
             raise NotOnOrt(title, reason, where)
@@ -354,7 +357,7 @@ class GraphLowering:
         else:
             values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
-        self.outside.append(Outside(title, reason, where))
+        self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))
         if isinstance(fake, (tuple, list)):
             return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]

@@ -33,6 +33,8 @@ class CompileOptions:
             Placeholders and the number of results must stay; dtypes and shapes of new nodes (`meta["val"]`) are worked out.
         onnx_passes: Functions that the ONNX graph goes through before the session is made, in this order. Each takes an `onnx_ir.Model` and
             changes it in place, or returns another one. Inputs, outputs and the node `YieldOp`, at which the forward ends, must stay.
+        kernels: `"measured"`: an operator that both ONNX Runtime and PyTorch have a kernel for runs on the faster one, by a table of
+            measurements (`lowering/kernel_table.py`; large tensors only). `"onnxruntime"`: always on ONNX Runtime's; so with `strict`.
         strict: If true, an operator that would run outside ONNX Runtime's own kernels (as a `PythonOp`) is an error.
         verify: Compare the first `verify` calls of every graph, outputs and gradients, with eager PyTorch, and raise
             `VerificationError` naming the first that differs.
@@ -49,6 +51,7 @@ class CompileOptions:
     autograd_functions: str = "opaque"
     fx_passes: Sequence[Callable[..., Any]] = ()
     onnx_passes: Sequence[Callable[..., Any]] = ()
+    kernels: str = "measured"
     strict: bool = False
     verify: int = 0
     dump_dir: str | None = None
@@ -63,6 +66,7 @@ class CompileOptions:
         for name in ("fx_passes", "onnx_passes"):
             _require_functions(name, getattr(self, name))
         _require_libraries(self.custom_op_libraries)
+        _require(self.kernels in ("measured", "onnxruntime"), "kernels", self.kernels, "'measured' or 'onnxruntime'")
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
         _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")

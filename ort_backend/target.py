@@ -22,6 +22,8 @@ class OrtTarget:
         python_op: Whether `PythonOp` nodes can run.
         has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
+        kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
+            ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
     """
 
     opset: int = 18
@@ -30,6 +32,7 @@ class OrtTarget:
     python_op: bool = True
     has_kernel: Callable[[Any], bool] = _every_kernel
     contrib_ops: frozenset[str] = frozenset()
+    kernels: str = "measured"
 
     @property
     def whole_graphs(self) -> bool:
