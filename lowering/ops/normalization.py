@@ -14,7 +14,7 @@ from ort_backend.lowering.axes import sizes
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.symbolic import reshape
+from ort_backend.lowering.symbolic import reshape, size_of
 
 aten = torch.ops.aten
 
@@ -166,7 +166,9 @@ def _count(op: Any, input: ir.Value) -> float | ir.Value:
     sizes = [input.shape[axis] for axis in _other_dims(input)]  # type: ignore[index]
     if all(isinstance(size, int) for size in sizes):
         return float(math.prod(sizes))  # type: ignore[arg-type]
-    return op.Cast(op.Div(op.Size(input), constant(op, _channels(input), ir.DataType.INT64)), to=input.dtype)
+    channels = input.shape[1]  # type: ignore[index]
+    known = constant(op, channels, ir.DataType.INT64) if isinstance(channels, int) else size_of(op, input, 1)
+    return op.Cast(op.Div(op.Size(input), known), to=input.dtype)
 
 
 def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float) -> list[ir.Value]:

@@ -83,6 +83,18 @@ def test_batch_norm_without_weights(check: Callable, dtype: torch.dtype) -> None
     check(lambda x, w, b: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5), randn(4, 3, 5), randn(3), randn(3))
 
 
+@contrib
+def test_instance_norm_over_any_number_of_pictures(check: Callable, contrib: bool) -> None:
+    """Batch norm over pictures times channels, a number that changes."""
+
+    def both(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        x, g, w = x.flatten(0, 1)[None], g.flatten(0, 1)[None], w.repeat(x.shape[0])
+        out, mean, rstd = aten._native_batch_norm_legit.no_stats(x, w, None, True, 0.1, 1e-5)
+        return [out, *aten.native_batch_norm_backward(g, x, w, None, None, mean, rstd, True, 1e-5, [True, True, True])]
+
+    check(both, randn(2, 3, 5), randn(2, 3, 5), randn(3), also=(randn(4, 3, 5), randn(4, 3, 5), randn(3)), contrib=contrib)
+
+
 def test_batch_norm_keeps_its_running_statistics_apart(check: Callable) -> None:
     """The kernel's statistics alias its inputs: two norms over the same buffers must not disturb each other."""
 
