@@ -6,6 +6,7 @@ Samples of PyTorch's own operator database are lowered, forward and backward; no
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -40,8 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def progress(names: Sequence[str]) -> Iterator[str]:
         return iter(track(names, description="lowering samples", console=errors, transient=True))
 
+    # Everything that ONNX Runtime can run, also what PyTorch would be chosen for as the faster one.
+    target = dataclasses.replace(capabilities.target(options.provider, options.opset), kernels="onnxruntime")
     try:
-        found = supported(capabilities.target(options.provider, options.opset), options.operator, progress)
+        found = supported(target, options.operator, progress)
     except ModuleNotFoundError as error:
         errors.print(f"PyTorch's operator database needs a package that is not installed: pip install {error.name}", soft_wrap=True)
         return 2

@@ -40,7 +40,13 @@ def compiled(info: OpInfo, chosen: Sequence[Sample], *, dynamic: bool, backend: 
     program = Program(info.op, [sample.given for sample in chosen])
     torch._dynamo.reset()
     graph_report.clear()
-    results = _results_and_gradients(program, lambda function: torch.compile(function, backend=backend, fullgraph=True), dynamic=dynamic)
+    # What has a lowering runs on ONNX Runtime, also where PyTorch's kernel would be chosen as the faster one.
+    options = {"kernels": "onnxruntime"} if backend == "ort_training" else None
+
+    def transform(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend=backend, fullgraph=True, options=options)
+
+    results = _results_and_gradients(program, transform, dynamic=dynamic)
     graphs = graph_report.report().graphs
     outside = sorted({(one.operator, one.reason) for graph in graphs for one in graph.outside})
     return Outcome(results, sum(graph.onnx_nodes - graph.python_ops for graph in graphs), tuple(outside))
