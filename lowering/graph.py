@@ -21,11 +21,11 @@ from ort_backend.lowering.dtypes import carried, carrier, compute_dtype, to_ir, 
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
-from ort_backend.lowering.python_op import MS, PythonCall, ordered, write_python_op
+from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Lowering, Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.target import OrtTarget
@@ -42,6 +42,8 @@ DROPPED = {
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 }
+# Behind each collective of `torch.distributed` in a graph.
+_WAIT = "_c10d_functional::wait_tensor"
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -352,7 +354,9 @@ class GraphLowering:
                 self._type_of(leaf)
         args, kwargs = self._arguments(node)
         fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), ir.Value)]
-        if is_random(node) or has_effect(node):
+        if is_collective(node):
+            values, call = self._in_random_order(waited(node.target), title, tuple(args), kwargs, fake, fakes)
+        elif is_random(node) or has_effect(node):
             values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
         else:
             values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)

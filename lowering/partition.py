@@ -60,7 +60,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
 
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
     dependent = descendants(calls, tangents)
-    kept = [node for node in calls if is_random(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
+    kept = [node for node in calls if is_random(node) or is_collective(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
     needed = ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
     alive = needed | ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
     forward = [node for node in calls if node in needed]
@@ -92,6 +92,11 @@ def is_random(node: fx.Node) -> bool:
     if position is None:
         return True
     return bool((node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether processes exchange tensors there: all of them must do so in one order."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional" and "wait" not in node.target._opname
 
 
 def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:

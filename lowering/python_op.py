@@ -105,6 +105,20 @@ def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return call
 
 
+def waited(target: Callable[..., Any]) -> Callable[..., Any]:
+    """A functional collective that ends when its result is there.
+
+    PyTorch knows a result that is under way by its memory, and would not know it again behind the session.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = target(*args, **kwargs)
+        wait = torch.ops._c10d_functional.wait_tensor
+        return [wait(one) for one in result] if isinstance(result, (tuple, list)) else wait(result)
+
+    return call
+
+
 def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return tensor.item()

@@ -18,7 +18,7 @@ from torch import fx
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.dtypes import carrier
 from ort_backend.lowering.ops.ordering import BEHIND
-from ort_backend.lowering.partition import ancestors, descendants, is_random
+from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect
 
 aten = torch.ops.aten
@@ -64,7 +64,8 @@ def _may_run_twice(node: fx.Node) -> bool:
     source: Any = node
     while source.target is operator.getitem:
         source = source.args[0]
-    return source.op == "call_function" and source.target not in (FORWARD, BACKWARD) and not is_random(source) and not has_effect(source)
+    once = source.target in (FORWARD, BACKWARD) or is_random(source) or is_collective(source) or has_effect(source)
+    return source.op == "call_function" and not once
 
 
 def _is_tensor(node: fx.Node) -> bool:

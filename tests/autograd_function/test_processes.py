@@ -11,7 +11,7 @@ import pytest
 import torch
 
 PROGRAM = '''
-import datetime, os, sys
+import datetime, os, sys, warnings
 import torch, torch.distributed as dist
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +68,52 @@ def train(model, eager, seed):
             results.append((y.detach(), x.grad, [p.grad.clone() for p in module.parameters()]))
         torch.testing.assert_close(*results)
 
+class Numpy(Function):
+    """Reads numbers, which fake tensors do not have, and waits for the other process."""
+    @staticmethod
+    def forward(ctx, x):
+        calls.append("forward")
+        y = torch.from_numpy(x.detach().numpy() * 2)
+        dist.all_reduce(y)
+        return y
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
 before = len(ort_backend.report().graphs)
+if sys.argv[1] == "unknown_shapes":
+    # Run on zeros by one process alone, the body would wait for the other for ever: the graph breaks in front of it, and the user reads why.
+    compiled = torch.compile(lambda x: Numpy.apply(x * 3) + 1, backend="ort_training")
+    x = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y = compiled(x)
+    y.sum().backward()
+    torch.testing.assert_close((y.detach(), x.grad), (torch.full((2,), 13.0), torch.full((2,), 6.0)))
+    assert any("infer_shape" in str(one.message) and "register_fake" in str(one.message) for one in caught), [str(one.message) for one in caught]
+    # The one on fake tensors, and the call.
+    assert calls == ["forward"] * 2, calls
+    print("same as eager")
+    sys.exit(0)
+if sys.argv[1] == "in_the_graph":
+    def reduced(x, layer):
+        y = layer(x)
+        total, largest = y.detach() * 1, y.detach() + rank
+        dist.all_reduce(total)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return y * total, largest
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(3, 3), torch.arange(6.0).view(2, 3) + rank
+    compiled = torch.compile(reduced, backend="ort_training", fullgraph=True)
+    for _ in range(3):
+        results = []
+        for call in (reduced, compiled):
+            y, largest = call(x, layer)
+            results.append((y.detach(), largest, *torch.autograd.grad(y.sum(), layer.parameters())))
+        torch.testing.assert_close(*results)
+    assert len(ort_backend.report().graphs) == before + 1
+    print("same as eager")
+    sys.exit(0)
 if sys.argv[1] == "tensor_parallel":
     model, eager = (Parallel(dist.group.WORLD, rank) for _ in range(2))
     compiled = torch.compile(model, backend="ort_training", fullgraph=True)
@@ -85,7 +130,7 @@ print("same as eager")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("how", ["tensor_parallel", "ddp"])
+@pytest.mark.parametrize("how", ["tensor_parallel", "ddp", "unknown_shapes", "in_the_graph"])
 def test_two_processes(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
