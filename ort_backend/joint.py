@@ -15,16 +15,16 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
-from ort_backend.lowering.partition import JointPartition, divide, root
+from ort_backend.lowering.partition import JointPartition, divide
 from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.saved import read_behind_yield
-from ort_backend.lowering.views import replay
-from ort_backend.runtime.binding import Input, Output
+from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
 from ort_backend.runtime.training_graph import TrainingPlan
 from ort_backend.target import OrtTarget
@@ -61,7 +61,7 @@ def lower_joint(
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
-    inputs = _add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
+    inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
     lowering.run(partition.forward)
     outputs, yielded, values = _yield(lowering, partition)
     lowering.run(partition.backward)
@@ -75,17 +75,17 @@ def lower_joint(
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
-        tangents=tuple(_input(i, node.meta["val"]) for i, node in enumerate(partition.tangents)),
+        tangents=tuple(input_of(i, node.meta["val"]) for i, node in enumerate(partition.tangents)),
         gradients=gradients,
         draws=hoisted.draws,
         draws_inside=bool(hoisted.left),
-        yield_devices=tuple(_device(node) for node in yielded),
-        gradient_devices=tuple(_device(node) for node in fetched),
+        yield_devices=tuple(device_of(node) for node in yielded),
+        gradient_devices=tuple(device_of(node) for node in fetched),
         saved=partition.saved_primals,
         saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
         depends_on=partition.depends_on,
-        tangent_outputs=_tangent_outputs(graph, len(partition.outputs), partition.tangents),
+        tangent_outputs=tangent_outputs(graph, len(partition.outputs), partition.tangents),
     )
     return TrainingLowering(lowered, plan, partition)
 
@@ -104,123 +104,16 @@ def lower_inference(
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     lowering = GraphLowering(target, name, strict=strict)
-    inputs = _add_inputs(lowering, primals, draws, calls, ())
+    inputs = add_inputs(lowering, primals, draws, calls, ())
     lowering.run(calls)
-    outputs, fetched = _add_outputs(lowering, results, primals, views=True)
-    plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(_device(node) for node in fetched))
+    outputs, fetched = add_outputs(lowering, results, primals, views=True)
+    plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(device_of(node) for node in fetched))
     return rewrite(lowering.finish()), plan
-
-
-def _add_inputs(
-    lowering: GraphLowering, primals: Sequence[fx.Node], draws: Sequence[fx.Node], calls: Sequence[fx.Node], fetched: Sequence[Any]
-) -> tuple[Input, ...]:
-    """Graph inputs for the placeholders that the graph computes with, or that it fetches, and for the draws that it returns.
-
-    All others never enter ONNX Runtime.
-    """
-    inside, wanted = set(calls), {node for node in fetched if isinstance(node, fx.Node)}
-    inputs = []
-    for position, node in enumerate((*primals, *draws)):
-        fake = node.meta["val"]
-        if not isinstance(fake, (torch.Tensor, torch.SymInt)):
-            lowering.bind(node, fake)
-        elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
-            lowering.add_input(node, node.name)
-            inputs.append(_input(position, fake))
-    return tuple(inputs)
-
-
-def _input(position: int, fake: Any) -> Input:
-    if not isinstance(fake, torch.Tensor):
-        return Input(position, None)
-    return Input(position, fake.dtype, is_empty=any(isinstance(size, int) and size == 0 for size in fake.shape))
-
-
-class _Results:
-    """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
-
-    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any] = ()) -> None:
-        """`results`: everything that will be added, if views among them are to share memory with what they are views of."""
-        self._lowering = lowering
-        self._arguments = {node: i for i, node in enumerate(arguments)}
-        self._places = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
-        self._fetches: dict[Any, int] = {}
-        self.nodes: list[fx.Node] = []
-        self.values: list[Any] = []
-
-    def add(self, node: Any) -> Output:
-        if not isinstance(node, fx.Node):
-            return Output("constant", value=node)
-        if node in self._arguments:
-            return Output("argument", self._arguments[node])
-        view = self._view(node) if self._places else None
-        if view is not None:
-            return view
-        value = self._lowering.value(node)
-        if not hasattr(value, "producer"):
-            return Output("constant", value=value)
-        fake = node.meta["val"]
-        is_tensor = isinstance(fake, torch.Tensor)
-        permutation = _storage_order(fake) if is_tensor else None
-        # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each.
-        key = (value, permutation, root(node, through_copies=False))
-        if key not in self._fetches:
-            self._fetches[key] = len(self.values)
-            is_copy = any(value is fetched for fetched in self.values)
-            self.values.append(self._lowering.fresh(value, fake) if is_copy else self._outgoing(value, fake, permutation))
-            self.nodes.append(node)
-        restored = None if permutation is None else _inverse(permutation)
-        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
-
-    def _view(self, node: fx.Node) -> Output | None:
-        """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""
-        base = root(node, through_copies=False)
-        if base is node or not (base in self._arguments or base in self._places):
-            return None
-        made = replay(node, base, list(self._arguments))
-        if made is None:
-            return None
-        if base in self._arguments:
-            return Output("argument view", self._arguments[base], value=made)
-        return Output("result view", self._places[base], value=made)
-
-    def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
-        """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
-        if permutation is not None:
-            return self._lowering.transpose(value, permutation)
-        return value if value.producer() is not None and not self._is_tangent(value) else self._lowering.fresh(value, fake)
-
-    @staticmethod
-    def _is_tangent(value: Any) -> bool:
-        return value.producer().op_type == "YieldOp"
-
-
-def _storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions from outermost to innermost in memory, for a dense tensor that is not contiguous; None for any other."""
-    if fake.dim() < 2 or not all(isinstance(s, int) for s in (*fake.stride(), *fake.shape)) or fake.is_contiguous() or fake.is_complex():
-        return None
-    strides = fake.stride()
-    order = sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
-    return tuple(order) if fake.permute(order).is_contiguous() else None
-
-
-def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(permutation.index(i) for i in range(len(permutation)))
-
-
-def _add_outputs(
-    lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node], *, views: bool = False
-) -> tuple[tuple[Output, ...], list[fx.Node]]:
-    collected = _Results(lowering, arguments, results if views else ())
-    outputs = tuple(collected.add(node) for node in results)
-    for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
-        lowering.add_output(value)
-    return outputs, collected.nodes
 
 
 def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node], list[ir.Value]]:
     """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
-    collected = _Results(lowering, partition.primals, partition.outputs)
+    collected = Results(lowering, partition.primals, partition.outputs)
     outputs = tuple(collected.add(node) for node in partition.outputs)
     values, nodes = list(collected.values), list(collected.nodes)
     # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for
@@ -243,29 +136,13 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
 
 
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
-    gradients, nodes = _add_outputs(lowering, partition.gradients, partition.tangents)
+    gradients, nodes = add_outputs(lowering, partition.gradients, partition.tangents)
     if not nodes:  # a session needs an output
         tangent = partition.tangents[0]
         value = lowering.fresh(lowering.value(tangent), tangent.meta["val"])
         lowering.add_output(value)
         nodes = [tangent]
     return gradients, nodes
-
-
-def _tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node]) -> tuple[int, ...] | None:
-    """For each tangent, the forward output that it belongs to, from AOTAutograd's descriptors (there since torch 2.9; None without them)."""
-    described = graph.output_node().meta.get("desc")
-    if described is None:
-        return None
-    # The tokens of effects come first, and AOTAutograd takes them off before autograd sees the rest.
-    names = [str(one) for one in described[:outputs] if type(one).__name__ != "ForwardTokenAOTOutput"]
-    wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in tangents]
-    return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
-
-
-def _device(node: fx.Node) -> torch.device:
-    fake = node.meta["val"]
-    return fake.device if isinstance(fake, torch.Tensor) else torch.device("cpu")
 
 
 def halves(module: fx.GraphModule, partition: JointPartition, saved_outputs: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:

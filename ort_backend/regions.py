@@ -16,8 +16,8 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
+from ort_backend.boundary import add_outputs, device_of, input_of, storage_order, tangent_outputs
 from ort_backend.errors import LoweringError
-from ort_backend.joint import _add_outputs, _device, _input, _storage_order, _tangent_outputs
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
@@ -71,7 +71,7 @@ class Halves:
 def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any]) -> Halves:
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-    places = _tangent_outputs(joint.graph, num_fwd_outputs, tangents)
+    places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     save_bases(forward, backward, num_fwd_outputs)
     lay_out(forward, backward, num_fwd_outputs)
@@ -178,7 +178,7 @@ class _Regions:
                 raise _Refused(node, refusal.reason) from None
             except LoweringError as refusal:
                 raise _Refused(node, str(refusal).split("\n")[0]) from None
-        outputs, fetched = _add_outputs(lowering, results, inputs)
+        outputs, fetched = add_outputs(lowering, results, inputs)
         lowered = lowering.finish()
         return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
 
@@ -273,7 +273,7 @@ class _Writer:
     def _session(self, region: _Region) -> None:
         for node in region.inputs:
             self._need(node)
-        inputs = tuple(_input(self._slots[node], node.meta["val"]) for node in region.inputs)
+        inputs = tuple(input_of(self._slots[node], node.meta["val"]) for node in region.inputs)
         self._reads.append([one.position for one in inputs])
         self._steps.append(
             SessionStep(
@@ -281,7 +281,7 @@ class _Writer:
                 inputs=inputs,
                 outputs=region.outputs,
                 results=tuple(self._slot(node) for node in region.results),
-                devices=tuple(_device(node) for node in region.fetched),
+                devices=tuple(device_of(node) for node in region.fetched),
                 shapes=self._shapes(region),
             )
         )
@@ -291,7 +291,7 @@ class _Writer:
         fakes = [node.meta["val"] for node in region.fetched]
         if any(one.source != "fetch" or one.dtype is None for one in region.outputs) or any(fake.is_complex() for fake in fakes):
             return None
-        sizes = [fake.shape if (order := _storage_order(fake)) is None else [fake.shape[d] for d in order] for fake in fakes]
+        sizes = [fake.shape if (order := storage_order(fake)) is None else [fake.shape[d] for d in order] for fake in fakes]
         known = evaluator([size for shape in sizes for size in shape], self._arguments)
         if known is None:
             return None

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.errors import OptionError
+from ort_backend.errors import EnvironmentProblem, OptionError
 from ort_backend.target import OrtTarget
 
 MS = "com.microsoft"
@@ -31,7 +31,16 @@ def has_python_op() -> bool:
 
 
 def target(provider: str, opset: int, libraries: tuple[str, ...] = ()) -> OrtTarget:
-    """The installed ONNX Runtime as a lowering target; `libraries`: paths of shared libraries with further operators."""
+    """The installed ONNX Runtime as a lowering target; `libraries`: paths of shared libraries with further operators.
+
+    Raises:
+        EnvironmentProblem: it cannot exchange tensors with PyTorch.
+    """
+    if not hasattr(C.OrtValueVector, "dlpack_at"):
+        raise EnvironmentProblem(
+            f"onnxruntime {ort.__version__} cannot exchange tensors with PyTorch by DLPack, which its wheels can since 1.22. "
+            "Fix: pip install --upgrade onnxruntime"
+        )
     return OrtTarget(
         opset=opset,
         provider=provider,

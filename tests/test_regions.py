@@ -387,3 +387,9 @@ def test_what_counts_addresses_counts_those_of_the_trace(dynamic: bool) -> None:
         return twist(hidden).as_strided((4, 4), (1, 8), 3) @ hidden.as_strided((4, 3), (2, 3))
 
     same_as_eager(function, call(X / 8), graphs=1, python_ops=None, dynamic=dynamic)
+
+
+def test_an_onnx_runtime_without_dlpack_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities.C, "OrtValueVector", object)
+    with refused(ort_backend.EnvironmentProblem, "cannot exchange tensors.*pip install --upgrade onnxruntime"):
+        compiled(torch.sin)(X)

@@ -1,0 +1,147 @@
+"""What enters and leaves an ONNX graph: FX nodes as inputs and outputs, with what the runtime must know of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.partition import root
+from ort_backend.lowering.views import replay
+from ort_backend.runtime.binding import Input, Output
+
+
+def add_inputs(
+    lowering: GraphLowering, primals: Sequence[fx.Node], draws: Sequence[fx.Node], calls: Sequence[fx.Node], fetched: Sequence[Any]
+) -> tuple[Input, ...]:
+    """Graph inputs for the placeholders that the graph computes with, or that it fetches, and for the draws that it returns.
+
+    All others never enter ONNX Runtime.
+    """
+    inside, wanted = set(calls), {node for node in fetched if isinstance(node, fx.Node)}
+    inputs = []
+    for position, node in enumerate((*primals, *draws)):
+        fake = node.meta["val"]
+        if not isinstance(fake, (torch.Tensor, torch.SymInt)):
+            lowering.bind(node, fake)
+        elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
+            lowering.add_input(node, node.name)
+            inputs.append(input_of(position, fake))
+    return tuple(inputs)
+
+
+def input_of(position: int, fake: Any) -> Input:
+    """The input for a tensor or number like `fake` at that place among the arguments."""
+    if not isinstance(fake, torch.Tensor):
+        return Input(position, None)
+    return Input(position, fake.dtype, is_empty=any(isinstance(size, int) and size == 0 for size in fake.shape))
+
+
+class Results:
+    """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
+
+    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any] = ()) -> None:
+        """`results`: everything that will be added, if views among them are to share memory with what they are views of."""
+        self._lowering = lowering
+        self._arguments = {node: i for i, node in enumerate(arguments)}
+        self._places = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
+        self._fetches: dict[Any, int] = {}
+        self.nodes: list[fx.Node] = []
+        self.values: list[Any] = []
+
+    def add(self, node: Any) -> Output:
+        if not isinstance(node, fx.Node):
+            return Output("constant", value=node)
+        if node in self._arguments:
+            return Output("argument", self._arguments[node])
+        view = self._view(node) if self._places else None
+        if view is not None:
+            return view
+        value = self._lowering.value(node)
+        if not hasattr(value, "producer"):
+            return Output("constant", value=value)
+        fake = node.meta["val"]
+        is_tensor = isinstance(fake, torch.Tensor)
+        permutation = storage_order(fake) if is_tensor else None
+        # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each.
+        key = (value, permutation, root(node, through_copies=False))
+        if key not in self._fetches:
+            self._fetches[key] = len(self.values)
+            is_copy = any(value is fetched for fetched in self.values)
+            self.values.append(self._lowering.fresh(value, fake) if is_copy else self._outgoing(value, fake, permutation))
+            self.nodes.append(node)
+        restored = None if permutation is None else _inverse(permutation)
+        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
+
+    def _view(self, node: fx.Node) -> Output | None:
+        """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""
+        base = root(node, through_copies=False)
+        if base is node or not (base in self._arguments or base in self._places):
+            return None
+        made = replay(node, base, list(self._arguments))
+        if made is None:
+            return None
+        if base in self._arguments:
+            return Output("argument view", self._arguments[base], value=made)
+        return Output("result view", self._places[base], value=made)
+
+    def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
+        """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
+        if permutation is not None:
+            return self._lowering.transpose(value, permutation)
+        return value if value.producer() is not None and not self._is_tangent(value) else self._lowering.fresh(value, fake)
+
+    @staticmethod
+    def _is_tangent(value: Any) -> bool:
+        return value.producer().op_type == "YieldOp"
+
+
+def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from outermost to innermost in memory, for a dense tensor that is not contiguous; None for any other."""
+    if fake.dim() < 2 or not all(isinstance(s, int) for s in (*fake.stride(), *fake.shape)) or fake.is_contiguous() or fake.is_complex():
+        return None
+    strides = fake.stride()
+    order = sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
+    return tuple(order) if fake.permute(order).is_contiguous() else None
+
+
+def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(permutation.index(i) for i in range(len(permutation)))
+
+
+def add_outputs(
+    lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node], *, views: bool = False
+) -> tuple[tuple[Output, ...], list[fx.Node]]:
+    """Graph outputs for results: how each is made of what is fetched, and the node of each output of the ONNX graph.
+
+    Args:
+        lowering: The graph.
+        results: Nodes and constants.
+        arguments: The nodes of the callable's arguments.
+        views: Whether views among the results are taken by PyTorch, so that they share memory as in eager.
+    """
+    collected = Results(lowering, arguments, results if views else ())
+    outputs = tuple(collected.add(node) for node in results)
+    for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
+        lowering.add_output(value)
+    return outputs, collected.nodes
+
+
+def tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node]) -> tuple[int, ...] | None:
+    """For each tangent, the forward output that it belongs to, from AOTAutograd's descriptors (there since torch 2.9; None without them)."""
+    described = graph.output_node().meta.get("desc")
+    if described is None:
+        return None
+    # The tokens of effects come first, and AOTAutograd takes them off before autograd sees the rest.
+    names = [str(one) for one in described[:outputs] if type(one).__name__ != "ForwardTokenAOTOutput"]
+    wanted = [str(getattr(node.meta.get("desc"), "output", None)) for node in tangents]
+    return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
+
+
+def device_of(node: fx.Node) -> torch.device:
+    """The device of a node's tensor; the CPU for a number."""
+    fake = node.meta["val"]
+    return fake.device if isinstance(fake, torch.Tensor) else torch.device("cpu")
