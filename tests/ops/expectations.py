@@ -71,6 +71,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("windows of unequal sizes over planes of unknown size", ("adaptive_max_pool*",), "windows of unknown size"),
     Gap("pooling to a size that is not known", ("adaptive_max_pool*",), "to dimensions of unknown size"),
     Gap("rounded up, ONNX has other windows, and ONNX Runtime other divisors", ("avg_pool*", "max_pool*"), "ceil_mode"),
+    Gap("the CPU provider has no pooling of integers", ("max_pool*", "adaptive_max_pool*"), "MaxPool kernel for INT"),
     Gap("PyTorch rounds interpolated bytes", ("upsample_*", "_upsample_*"), "interpolated integers"),
     Gap("operators of the exporter and of functionalisation, which training does not show", ("*_copy", "unbind_copy.int", "batch_norm_backward")),
     Gap("likewise", ("_batch_norm_with_update_functional",)),
