@@ -41,11 +41,11 @@ def whole_interpolation() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for packet in (*_AVERAGING, *_NEAREST):
             for key in _ABOVE_TRACER:
-                stack.enter_context(_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))
-                stack.enter_context(_kernel(packet.default, key, None))
+                stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))
+                stack.enter_context(replaced_kernel(packet.default, key, None))
             backward = getattr(aten, f"{packet.default._schema.name.removeprefix('aten::')}_backward").default
             if DispatchKey.Meta not in backward.py_kernels:  # its kernel for meta tensors is C++, which knows no symbolic sizes
-                stack.enter_context(_kernel(backward, DispatchKey.Meta, _shape_of_gradient))
+                stack.enter_context(replaced_kernel(backward, DispatchKey.Meta, _shape_of_gradient))
                 stack.enter_context(_in_meta_table(backward))
         yield
 
@@ -67,7 +67,7 @@ def _shape_of_gradient(grad_output: torch.Tensor, output_size: Sequence[Any], in
 
 
 @contextlib.contextmanager
-def _kernel(target: torch._ops.OpOverload, key: DispatchKey, function: Callable[..., Any] | None) -> Iterator[None]:
+def replaced_kernel(target: torch._ops.OpOverload, key: DispatchKey, function: Callable[..., Any] | None) -> Iterator[None]:
     """`target` with another Python kernel for `key`, or with none."""
     before = target.py_kernels.get(key)
     _set_kernel(target, key, function)

@@ -20,6 +20,7 @@ import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 
 from ort_backend.lowering import registry
+from ort_backend.lowering.recurrent_layers import whole_recurrent_layers
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def lstm_as_steps() -> Iterator[None]:
-    """While AOTAutograd traces: LSTMs become matrix products and activations, step by step, and not `mkldnn_rnn_layer`.
+    """While AOTAutograd traces: recurrent layers are whole, and what PyTorch's decomposition still takes apart does not become `mkldnn_rnn_layer`.
 
     PyTorch chooses that operator if the input needs no gradient, even where the weights do; traced, it keeps no workspace for its backward and
     fails in every backend (seen in torch 2.13 with `backend="aot_eager"`).
@@ -57,7 +58,8 @@ def lstm_as_steps() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        yield
+        with whole_recurrent_layers():
+            yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
 

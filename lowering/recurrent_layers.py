@@ -1,0 +1,112 @@
+"""`aten::lstm`, `gru`, `rnn_tanh` and `rnn_relu`, traced as one operator for each layer and direction.
+
+The walk over layers and directions is eager PyTorch's, and dropout is drawn between the layers as eager draws it, which PyTorch's own Python
+decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTMs with projections keep that decomposition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._decomp import decomposition_table
+from torch.nn.functional import linear
+
+from ort_backend.lowering.composites import replaced_kernel
+from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
+
+aten = torch.ops.aten
+
+# (inputs (T, B, I), initial states (B, H), weights, reverse) -> hidden states (T, B, H), final states
+Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, Sequence[Tensor]]]
+
+
+@contextlib.contextmanager
+def whole_recurrent_layers() -> Iterator[None]:
+    """While AOTAutograd traces: recurrent layers are one operator each."""
+    kernels: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+        aten.lstm.input: _lstm,
+        aten.gru.input: _gru,
+        aten.rnn_tanh.input: _rnn(relu=False),
+        aten.rnn_relu.input: _rnn(relu=True),
+    }
+    with contextlib.ExitStack() as stack:
+        for target, kernel in kernels.items():
+            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+                stack.enter_context(replaced_kernel(target, key, kernel))
+        yield
+
+
+def _lstm(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
+    if hx[0].size(2) != hx[1].size(2) or input.numel() == 0:  # projections
+        return decomposition_table[aten.lstm.input](input, hx, params, has_biases, *rest)
+    y, finals = _layers(_lstm_layer, input, list(zip(hx[0].unbind(0), hx[1].unbind(0))), params, has_biases, *rest)
+    return (y, *finals)
+
+
+def _gru(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
+    y, finals = _layers(_gru_layer, input, [(h,) for h in hx.unbind(0)], params, has_biases, *rest)
+    return (y, *finals)
+
+
+def _rnn(relu: bool) -> Callable[..., tuple[Tensor, ...]]:
+    def layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
+        w_ih, w_hh, *biases = weights
+        y = RNN(linear(x, w_ih, _sum(biases)), states[0], w_hh, relu, reverse)
+        return y, [last(y, reverse)]
+
+    def whole(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
+        y, finals = _layers(layer, input, [(h,) for h in hx.unbind(0)], params, has_biases, *rest)
+        return (y, *finals)
+
+    return whole
+
+
+def _layers(
+    layer: Layer,
+    input: Tensor,
+    initial: Sequence[Sequence[Tensor]],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The hidden states of the last layer, and each kind of final state, (layers * directions, B, H)."""
+    x = input.transpose(0, 1) if batch_first else input
+    size, finals = 4 if has_biases else 2, []
+    weights = [params[i : i + size] for i in range(0, len(params), size)]
+    for number in range(num_layers):
+        ways = []
+        for direction in range(1 + bidirectional):
+            at = number * (1 + bidirectional) + direction
+            y, final = layer(x, initial[at], weights[at], bool(direction))
+            ways.append(y)
+            finals.append(final)
+        x = torch.cat(ways, -1) if bidirectional else ways[0]
+        if dropout != 0 and train and number < num_layers - 1:
+            x = torch.dropout(x, dropout, train=True)
+    return x.transpose(0, 1) if batch_first else x, [torch.stack(kind) for kind in zip(*finals)]
+
+
+def _lstm_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    w_ih, w_hh, *biases = weights
+    y, cells, *_ = LSTM(linear(x, w_ih, _sum(biases)), *states, w_hh, reverse)
+    return y, [last(y, reverse), last(cells, reverse)]
+
+
+def _gru_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    w_ih, w_hh, *biases = weights
+    b_ih, b_hh = biases or (None, None)
+    y, *_ = GRU(linear(x, w_ih, b_ih), states[0], w_hh, b_hh, reverse)
+    return y, [last(y, reverse)]
+
+
+def _sum(biases: Sequence[Tensor]) -> Tensor | None:
+    return biases[0] + biases[1] if biases else None
