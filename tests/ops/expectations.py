@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -107,6 +109,13 @@ TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
     },
     # Eager's coordinates, rounded to half, choose other pixels: it errs by 107 from float64 where this errs by 0.03 (gradients up to 87).
     "grid_sampler_2d": {torch.float16: (0.5, 20.0)},
+}
+
+# What to compare with where eager's own order of equal elements is any: ONNX Runtime's is that of a stable sort.
+REFERENCES: dict[str, Callable[..., Any]] = {
+    "sort": lambda x, dim=-1, descending=False, stable=True: torch.sort(x, dim=dim, descending=descending, stable=True),
+    "argsort": lambda x, dim=-1, descending=False, stable=True: torch.argsort(x, dim=dim, descending=descending, stable=True),
+    "msort": lambda x: torch.sort(x, dim=0, stable=True).values,
 }
 
 # Contents that nobody defined: dtype and shape are compared.

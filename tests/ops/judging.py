@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from ops.expectations import TOLERANCES, UNINITIALISED
+from ops.expectations import REFERENCES, TOLERANCES, UNINITIALISED
 from ops.opinfo import Results, compiled, in_eager
 from torch.testing._internal.common_device_type import toleranceOverride
 from torch.testing._internal.opinfo.core import OpInfo
@@ -86,7 +86,7 @@ def _usable(info: OpInfo, dtype: torch.dtype, at_most: int) -> tuple[list[Sample
     for gradients in (True, False):
         chosen = samples(info, dtype, at_most, gradients=gradients)
         try:
-            in_eager(info, chosen)
+            in_eager(info.op, chosen)
         except (RuntimeError, ValueError, TypeError) as error:  # NotImplementedError is a RuntimeError
             refusal = f"eager PyTorch fails: {_first_line(error)}"
         else:
@@ -114,7 +114,7 @@ def _together(case: Case, info: OpInfo, chosen: list[Sample]) -> _Found:
 
 
 def _found(case: Case, info: OpInfo, chosen: Sequence[Sample]) -> _Found:
-    expected = in_eager(info, chosen)
+    expected = in_eager(REFERENCES.get(case.name, info.op), chosen)
     try:
         outcome = compiled(info, chosen, dynamic=case.dynamic)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
@@ -158,7 +158,7 @@ def _difference(case: Case, info: OpInfo, chosen: Sequence[Sample], actual: Resu
         for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             message = _unequal(case, one, other, tolerances)
             if message and _is_float(one, other) and dtype in (torch.float32, torch.float16, torch.bfloat16):
-                exact = in_eager(info, chosen, torch.float64) if exact is None else exact
+                exact = in_eager(REFERENCES.get(case.name, info.op), chosen, torch.float64) if exact is None else exact
                 message = "" if _as_good(one, other, exact[i][j], tolerances) else message
             if message:
                 return f"sample {i} ({chosen[i]}), {_what(j, theirs, other)}: {message}"

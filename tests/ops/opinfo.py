@@ -30,9 +30,9 @@ class Outcome:
     outside: tuple[tuple[str, str], ...]
 
 
-def in_eager(info: OpInfo, chosen: Sequence[Sample], dtype: torch.dtype | None = None) -> Results:
+def in_eager(operator: Callable[..., Any], chosen: Sequence[Sample], dtype: torch.dtype | None = None) -> Results:
     """What the samples give in eager PyTorch; `dtype`: with the floating-point tensors cast to it."""
-    return _results_and_gradients(Program(info.op, [sample.given for sample in chosen]), dtype=dtype)
+    return _results_and_gradients(Program(operator, [sample.given for sample in chosen]), dtype=dtype)
 
 
 def compiled(info: OpInfo, chosen: Sequence[Sample], *, dynamic: bool, backend: str = "ort_training") -> Outcome:
