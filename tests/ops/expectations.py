@@ -39,6 +39,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("the CPU provider has no kernel for float64", ("*",), "kernel for DOUBLE"),
     Gap("PyTorch takes an output_padding of a stride or more, ONNX does not", ("convolution", "convolution_backward"), "output_padding of a stride"),
     Gap("the CPU provider has no kernel for bools", ("clamp*",), "kernel for BOOL"),
+    Gap("the CPU provider has no Expand kernel for bfloat16", ("scatter*", "index_fill*"), "no Expand kernel for BFLOAT16"),
     Gap("sums of bools are or", ("index_put", "_unsafe_index_put", "put", "scatter*", "index_add"), "sums of bool"),
     Gap("the kernels' attributes need a size that is symbolic: the channels'", ("*batch_norm*",), "unknown number of channels"),
     Gap("likewise the windows'", ("convolution", "convolution_backward"), "a kernel of unknown size"),
@@ -111,10 +112,19 @@ TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
     "grid_sampler_2d": {torch.float16: (0.5, 20.0)},
 }
 
+
+def _kth(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
+    if x.dim() == 0:
+        return torch.kthvalue(x, k, dim, keepdim)
+    found = torch.sort(x, dim=dim, stable=True)
+    return tuple(part.narrow(dim, k - 1, 1) if keepdim else part.select(dim, k - 1) for part in found)
+
+
 # What to compare with where eager's own order of equal elements is any: ONNX Runtime's is that of a stable sort.
 REFERENCES: dict[str, Callable[..., Any]] = {
     "sort": lambda x, dim=-1, descending=False, stable=True: torch.sort(x, dim=dim, descending=descending, stable=True),
     "argsort": lambda x, dim=-1, descending=False, stable=True: torch.argsort(x, dim=dim, descending=descending, stable=True),
+    "kthvalue": _kth,
     "msort": lambda x: torch.sort(x, dim=0, stable=True).values,
 }
 
