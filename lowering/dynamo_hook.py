@@ -109,8 +109,8 @@ _INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callabl
 
 def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The results of an opaque call as Dynamo's variables; None where the original is to take over."""
-    if kwargs:  # which `apply` takes since 2.13
-        resolved = variable._resolve_kwargs(args, kwargs) if hasattr(variable, "_resolve_kwargs") else None
+    if kwargs:
+        resolved = _positional(variable, args, kwargs)
         if resolved is None:
             return None
         args = resolved
@@ -133,6 +133,17 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     if not all(isinstance(result, (TensorResult, *_CONSTANTS)) for result in site.behaviour.results):
         return _left_inline(variable, "it returns an object that a graph cannot")
     return _emit(tx, site, arguments)
+
+
+def _positional(variable: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
+    """All arguments by position, None where Dynamo does not say."""
+    resolve = getattr(variable, "_resolve_kwargs", None)  # 2.11 has none: there `apply` takes no keywords
+    if resolve is None:
+        return None
+    if "is_setup_ctx_defined" not in inspect.signature(resolve).parameters:  # 2.13
+        return resolve(args, kwargs)
+    inherited = torch.autograd.function._SingleLevelFunction.setup_context
+    return resolve(args, kwargs, variable.fn_cls.setup_context is not inherited)
 
 
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)

@@ -160,8 +160,8 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         ran = _run(site, inputs, ints, backward=True)
     found = _described(site, ran)
-    unknown = [number for r in found.results for number in (r.shape if isinstance(r, TensorResult) else (r,)) if free_unbacked_symbols(number)]
-    if unknown:
+    numbers = [number for result in found.results for number in (result.shape if isinstance(result, TensorResult) else (result,))]
+    if any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(number) for number in numbers):
         raise _DataDependent("what its forward returns has a size or a number that depends on the data")
     if ran.gradients is None and any(site.needs):
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import onnx_ir as ir
@@ -38,10 +39,14 @@ def user_line(node: fx.Node) -> str:
     """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
     trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     for i in range(len(trace) - 1, -1, -1):
-        if trace[i].startswith("File "):
+        if trace[i].startswith("File ") and not trace[i].startswith(_DISPATCH):
             source = trace[i + 1] if i + 1 < len(trace) else ""
             return f"{trace[i]}: {source}" if source else trace[i]
     return ""
+
+
+# Before torch 2.13 the trace of a custom operator ends inside these.
+_DISPATCH = tuple(f'File "{os.path.join(os.path.dirname(torch.__file__), part)}' for part in ("_library", "_ops.py"))
 
 
 def at(where: str) -> str:

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from models import MODELS, loss_of
-from torch_version import TRANSFORMERS_MASKS
 
 import ort_backend
 
 STEPS = 10
-MASKED = ("bert", "gpt2", "llama", "t5", "vit")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +21,7 @@ def _trace_rnns() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=TRANSFORMERS_MASKS) if name in MASKED else name for name in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_ten_adamw_steps_equal_eager(name: str) -> None:
     model, batch = MODELS[name]()
     eager = copy.deepcopy(model)

@@ -12,6 +12,5 @@ TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".
 LIMIT = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"  # of torch._dynamo.config; until 2.5
 GUARDS_PARAMETERS = (2, 13)  # Dynamo compiles again when a parameter of a library module is frozen; 2.11 does not
 NEEDS_BACKEND = pytest.mark.skipif(OLDEST["torch"] > TORCH, reason=f"this torch is for guards alone: the backend needs {OLDEST['torch']}")
-TRANSFORMERS_MASKS = pytest.mark.skipif(TORCH < (2, 7), reason="transformers 5 asks for torch.compiler.is_exporting, of torch 2.7, in its masks")
 # backend="eager" crashes as well: torch 2.11.0 with four threads that compile at once, three times of three; none of the others does.
 THREADS_CRASH = pytest.mark.skipif(TORCH == (2, 11), reason="torch 2.11 crashes when several threads compile at once, with any backend")

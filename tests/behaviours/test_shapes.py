@@ -13,7 +13,6 @@ from behaviours.check import call, compiled, on_ort, onnx_files, same_as_eager, 
 from models import ids
 from torch import nn
 from torch.nn import functional as F
-from torch_version import TRANSFORMERS_MASKS
 from transformers import BertConfig, BertModel
 
 import ort_backend
@@ -55,7 +54,6 @@ def test_twenty_batch_and_sequence_lengths_need_two_graphs() -> None:
     assert ran.graphs[0].counts.backward == 20
 
 
-@TRANSFORMERS_MASKS
 def test_bert_with_any_batch_and_length() -> None:
     sizes = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     model = BertModel(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), add_pooling_layer=False)
