@@ -9,8 +9,8 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
-# Behaviours of training, real models, the zoo's cheap part: see tests/test_regions.py.
-PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/test_training.py tests/test_zoo.py
+# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, a part of the zoo.
+PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1

@@ -93,9 +93,8 @@ class GraphReport:
         functions = f"{self.functions} autograd.Functions, " if self.functions else ""
         functions += f"{self.inlined_functions} autograd.Functions inline, " if self.inlined_functions else ""
         functions += f"behind the passes {', '.join(self.passes)}, " if self.passes else ""
-        return (
-            f"{self.name}: {self.kind} graph of {self.function}, {self.onnx_nodes} nodes in {self.sessions} sessions, {functions}{outside}; {seconds}"
-        )
+        nodes = f"{self.onnx_nodes} nodes in {_number(self.sessions, 'session')}"
+        return f"{self.name}: {self.kind} graph of {self.function}, {nodes}, {functions}{outside}; {seconds}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +197,10 @@ def _kept(graph: GraphReport) -> str:
 def _runs(graph: GraphReport) -> str:
     backward = f" + {graph.counts.backward}" if graph.kind == "training" else ""
     return f"{graph.counts.forward}{backward}"
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def _short(function: str) -> str:
