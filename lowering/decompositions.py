@@ -49,8 +49,10 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def lstm_as_steps() -> Iterator[None]:
+def lstm_as_steps(*, onednn: bool = False) -> Iterator[None]:
     """While AOTAutograd traces: recurrent layers are whole, and what PyTorch's decomposition still takes apart does not become `mkldnn_rnn_layer`.
+
+    `onednn` says whether LSTMs in float32 on the CPU may run by oneDNN's kernels (`onednn.py`), inside PythonOps.
 
     PyTorch chooses that operator if the input needs no gradient, even where the weights do; traced, it keeps no workspace for its backward and
     fails in every backend (seen in torch 2.13 with `backend="aot_eager"`).
@@ -58,7 +60,7 @@ def lstm_as_steps() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with whole_recurrent_layers():
+        with whole_recurrent_layers(onednn=onednn and enabled):
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)

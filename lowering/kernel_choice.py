@@ -14,12 +14,18 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
+from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def pytorch_may_run(target: OrtTarget) -> bool:
+    """Whether a kernel of PyTorch may take the place of one of ONNX Runtime's."""
+    return target.whole_graphs and target.device_type == "cpu" and target.kernels != "onnxruntime"
 
 
 def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
@@ -29,7 +35,9 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         node: A call of an operator, with fake tensors in its metadata. Symbolic sizes count as their example.
         target: The ONNX Runtime that the graph is for.
     """
-    if not target.python_op or target.device_type != "cpu" or target.kernels == "onnxruntime":
+    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
+        return "oneDNN's LSTM is 1.4 to 2.3 times as fast"
+    if not pytorch_may_run(target):
         return None
     if target.kernels == "pytorch":
         return "asked for"

@@ -7,6 +7,7 @@ decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTM
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 
 from ort_backend.lowering.composites import replaced_kernel
+from ort_backend.lowering.onednn import ONEDNN_LSTM
 from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
 
 aten = torch.ops.aten
@@ -26,10 +28,14 @@ Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tenso
 
 
 @contextlib.contextmanager
-def whole_recurrent_layers() -> Iterator[None]:
-    """While AOTAutograd traces: recurrent layers are one operator each."""
+def whole_recurrent_layers(*, onednn: bool) -> Iterator[None]:
+    """While AOTAutograd traces: recurrent layers are one operator each.
+
+    Args:
+        onednn: Whether LSTMs in float32 on the CPU run by oneDNN's kernels, as in eager PyTorch.
+    """
     kernels: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-        aten.lstm.input: _lstm,
+        aten.lstm.input: functools.partial(_lstm, onednn),
         aten.gru.input: _gru,
         aten.rnn_tanh.input: _rnn(relu=False),
         aten.rnn_relu.input: _rnn(relu=True),
@@ -41,10 +47,12 @@ def whole_recurrent_layers() -> Iterator[None]:
         yield
 
 
-def _lstm(input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
+def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
     if hx[0].size(2) != hx[1].size(2) or input.numel() == 0:  # projections
         return decomposition_table[aten.lstm.input](input, hx, params, has_biases, *rest)
-    y, finals = _layers(_lstm_layer, input, list(zip(hx[0].unbind(0), hx[1].unbind(0))), params, has_biases, *rest)
+    tensors = (input, *hx, *params)
+    fast = onednn and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+    y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, list(zip(hx[0].unbind(0), hx[1].unbind(0))), params, has_biases, *rest)
     return (y, *finals)
 
 
@@ -99,6 +107,14 @@ def _lstm_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], 
     w_ih, w_hh, *biases = weights
     y, cells, *_ = LSTM(linear(x, w_ih, _sum(biases)), *states, w_hh, reverse)
     return y, [last(y, reverse), last(cells, reverse)]
+
+
+def _onednn_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
+    w_ih, w_hh, *biases = weights
+    b_ih, b_hh = biases or (None, None)
+    keep = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *states, *weights))
+    y, *finals, _ = ONEDNN_LSTM(x, *states, w_ih, w_hh, b_ih, b_hh, reverse, keep)
+    return y, finals
 
 
 def _gru_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:

@@ -21,6 +21,7 @@ from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, traced_function
 from ort_backend.lowering.composites import whole_interpolation
+from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
@@ -76,7 +77,7 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    with compilation.phase("aot"), decompositions.lstm_as_steps(), whole_interpolation():
+    with compilation.phase("aot"), decompositions.lstm_as_steps(onednn=pytorch_may_run(one.target) and not settings.strict), whole_interpolation():
         compiled = aot_module_simplified(
             gm,
             example_inputs,

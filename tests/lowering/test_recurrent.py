@@ -1,0 +1,166 @@
+"""nn.LSTM, nn.GRU and nn.RNN as whole layers: outputs, states, every gradient and the random state against eager; what ran where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ort_backend
+
+SCANS = {"kernels": "onnxruntime"}  # LSTMs in float32 as ONNX Scans too, instead of oneDNN's kernels
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("LSTM", {}),
+    ("LSTM", {"num_layers": 2, "bidirectional": True, "dropout": 0.3}),
+    ("LSTM", {"bias": False, "batch_first": True}),
+    ("GRU", {}),
+    ("GRU", {"num_layers": 2, "bidirectional": True, "dropout": 0.3, "batch_first": True}),
+    ("GRU", {"bias": False}),
+    ("RNN", {"num_layers": 2, "dropout": 0.3}),
+    ("RNN", {"nonlinearity": "relu", "bias": False, "bidirectional": True}),
+]
+
+
+@pytest.fixture(autouse=True)
+def _trace_rnns() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        yield
+
+
+def _step(call: Any, model: nn.Module, x: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs, final states, all gradients and the random state of one step."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    leaves = [one.detach().clone().requires_grad_() for one in (x, *states)]
+    initial = [tuple(leaves[1:])] if len(states) == 2 else leaves[1:]
+    y, final = call(leaves[0], *initial)
+    results = [y, *(final if isinstance(final, tuple) else (final,))]
+    sum((one * (one + i)).cos().sum() for i, one in enumerate(results)).backward()
+    gradients = [one.grad for one in (*leaves, *model.parameters())]
+    assert all(one is not None for one in gradients)
+    return [*(one.detach() for one in results), *(one.clone() for one in gradients), torch.get_rng_state()]
+
+
+def _same(model: nn.Module, x: torch.Tensor, states: list[torch.Tensor], options: dict[str, Any] | None = None, tolerance: float = 1e-4) -> Any:
+    compiled = torch.compile(model, backend="ort_training", options=options or {})
+    torch.testing.assert_close(_step(compiled, model, x, states), _step(model, model, x, states), rtol=tolerance, atol=tolerance)
+    return ort_backend.report().graphs[-1]
+
+
+def _made(kind: str, given: dict[str, Any], initial: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = getattr(nn, kind)(4, 6, dtype=dtype, **given)
+    x = torch.randn(5, 3, 4, dtype=dtype)
+    batch = 5 if model.batch_first else 3
+    shape = (model.num_layers * (1 + model.bidirectional), batch, 6)
+    return model, x, [torch.randn(shape, dtype=dtype) for _ in range(initial * (1 + (kind == "LSTM")))]
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("kind, given", CASES)
+def test_scans_equal_eager(kind: str, given: dict[str, Any], initial: bool) -> None:
+    graph = _same(*_made(kind, given, initial), SCANS)
+    assert graph.python_ops == 0 and graph.onnx_nodes > 0
+
+
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("given", [given for kind, given in CASES if kind == "LSTM"])
+def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> None:
+    model, *rest = _made("LSTM", given, initial)
+    graph = _same(model, *rest, tolerance=1e-5)
+    layers = model.num_layers * (1 + model.bidirectional)
+    assert {one.operator: one.count for one in graph.outside} == {
+        "ort_training::onednn_lstm": layers,
+        "ort_training::onednn_lstm_backward": layers,
+    }
+    assert all(one.is_choice for one in graph.outside)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_other_dtypes(kind: str) -> None:
+    assert _same(*_made(kind, {}, True, torch.float64), tolerance=1e-9).python_ops == 0
+    torch._dynamo.reset()
+    assert _same(*_made(kind, {}, True, torch.bfloat16), tolerance=0.1).python_ops == 0
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("options", [{}, SCANS])
+def test_as_many_nodes_whatever_the_length(kind: str, options: dict[str, Any]) -> None:
+    model, _, _ = _made(kind, {"num_layers": 2}, False)
+    counts = []
+    for length in (3, 12):
+        torch._dynamo.reset()
+        counts.append(_same(model, torch.randn(length, 2, 4), [], options).onnx_nodes)
+    assert counts[0] == counts[1] < 130
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_no_gradients_needed(kind: str) -> None:
+    model, x, states = _made(kind, {"num_layers": 2, "dropout": 0.5}, False)
+    model.eval()
+    compiled = torch.compile(model, backend="ort_training", options=SCANS)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+    assert ort_backend.report().graphs[-1].kind == "inference"
+
+
+@pytest.mark.parametrize("options", [{}, SCANS])
+def test_inputs_without_gradients(options: dict[str, Any]) -> None:
+    model, x, _ = _made("LSTM", {}, False)
+    gradients = []
+    for call in (torch.compile(model, backend="ort_training", options=options), model):
+        model.zero_grad()
+        call(x)[0].sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_computed() -> None:
+    """A recurrent weight that the graph itself computes enters the Scan as a state."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight_ih, self.weight_hh = nn.Parameter(torch.randn(12, 4)), nn.Parameter(torch.randn(12, 4))
+
+        def forward(self, x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.gru(x, h, [self.weight_ih * 0.5, self.weight_hh * 0.5], False, 1, 0.0, True, False, False)
+
+    assert _same(Scaled(), torch.randn(5, 3, 4), [torch.randn(1, 3, 4)]).python_ops == 0
+
+
+@pytest.mark.parametrize("options", [{}, SCANS])
+def test_a_second_backward(options: dict[str, Any]) -> None:
+    model, x, _ = _made("LSTM", {}, False)
+    gradients = []
+    for call in (torch.compile(model, backend="ort_training", options=options), model):
+        model.zero_grad()
+        out = call(x)[0].sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+
+
+def test_workspaces_are_given_back() -> None:
+    from ort_backend.lowering import onednn
+
+    model, x, _ = _made("LSTM", {"num_layers": 2}, False)
+    compiled = torch.compile(model, backend="ort_training")
+    for _ in range(3):
+        compiled(x)[0].sum().backward()
+        compiled(x)
+    assert not onednn._workspaces
+
+
+def test_packed_sequences() -> None:
+    model, x, _ = _made("GRU", {}, False)
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 4, 2]))
+    compiled = torch.compile(lambda data, sizes, h: torch.gru(data, sizes, h, model._flat_weights, True, 1, 0.0, True, False), backend="ort_training")
+    y, h = compiled(packed.data, packed.batch_sizes, torch.zeros(1, 3, 6))
+    expected, final = model(packed)
+    torch.testing.assert_close((y, h), (expected.data, final), rtol=1e-4, atol=1e-5)
