@@ -1,7 +1,7 @@
 """Where Dynamo meets `Fn.apply(...)` in a compile of ours, the Function becomes one opaque call, whatever its Python does.
 
-Everything that reaches into Dynamo for that is in this file (run with torch 2.6.0, 2.9.1, 2.11.0, 2.13.0 and 2.15.0, the same in all of them
-unless a line says otherwise): `AutogradFunctionVariable.call_apply` is replaced by a function that acts for our backend only and hands every
+Everything that reaches into Dynamo for that is in this file (run with torch 2.9.1, 2.13.0 and 2.15.0, the same in all of them unless a
+line says otherwise): `AutogradFunctionVariable.call_apply` is replaced by a function that acts for our backend only and hands every
 other compile, and every call that it cannot take, to the original.
 """
 
@@ -65,6 +65,17 @@ def install(is_ours: Callable[[Any], bool], default: Callable[[Any], str]) -> bo
 
     AutogradFunctionVariable.call_apply = call_apply  # type: ignore[method-assign]
     return True
+
+
+def is_compiling(is_ours: Callable[[Any], bool]) -> bool:
+    """Whether Dynamo is tracing, right now, for a backend of ours."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tx = InstructionTranslator.current_tx()
+    except AttributeError:  # it is not tracing
+        return False
+    return is_ours(_innermost(getattr(tx.output, "compiler_fn", None))[0])
 
 
 def uninstall() -> None:
@@ -159,9 +170,7 @@ def _break(site: Site, reason: str) -> None:
     from torch._dynamo import exc
 
     warnings.warn(reason, stacklevel=2)
-    graph_break: Any = getattr(exc, "unimplemented_v2", exc.unimplemented)  # its name from 2.7 to 2.9
-    if "gb_type" not in inspect.signature(graph_break).parameters:  # 2.6
-        graph_break(f"autograd.Function of unknown results {site.name}: {reason}")
+    graph_break: Any = getattr(exc, "unimplemented_v2", exc.unimplemented)  # its name in 2.9
     graph_break(
         gb_type="autograd.Function of unknown results",
         context=site.name,

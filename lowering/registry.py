@@ -60,7 +60,6 @@ def register(
 ) -> Callable[[Function], Function]:
     """Registers a function as a lowering of operator overloads, or names of operators of other packages (see `Lowering` for the arguments).
 
-    An operator of PyTorch that the oldest torch lacks is named too, `"aten::_safe_softmax"`, and waits where it is not there.
     A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form.
 
     Raises:
@@ -70,10 +69,9 @@ def register(
     for target in targets:
         if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
             raise TypeError(f"register takes operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
-    resolved = [_of_this_torch(target) for target in targets]
 
     def add(function: Function) -> Function:
-        for target in resolved:
+        for target in targets:
             present = _table.setdefault(target, [])
             if any(lowering.requires == requires for lowering in present):
                 raise ValueError(f"{target} already has a lowering with requires={requires}")
@@ -82,14 +80,6 @@ def register(
         return function
 
     return add
-
-
-def _of_this_torch(target: torch._ops.OpOverload | str) -> torch._ops.OpOverload | str:
-    """The overload behind `"aten::name.overload"`, if this torch has it."""
-    if not isinstance(target, str) or not target.startswith("aten::"):
-        return target
-    name, _, overload = target.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, name, None), overload or "default", target)
 
 
 def find(target: object, ort: OrtTarget) -> Iterator[Lowering]:

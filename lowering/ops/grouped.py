@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from ort_backend.lowering.axes import length, rank, size
 from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector
+
+aten = torch.ops.aten
 
 MAX_GROUPS = 256  # two or three nodes each
 
@@ -82,7 +85,7 @@ def grouped_mm_fallback_backward(op, input, weight, offs, grad_output):
 # PyTorch's own, which transformers takes for bfloat16.
 
 
-@register("aten::_grouped_mm", promote="output", keep=("offs",))
+@register(aten._grouped_mm.default, promote="output", keep=("offs",))
 def grouped_mm(op, self, mat2, offs=None, bias=None, out_dtype=None):
     """_grouped_mm(Tensor self, Tensor mat2, Tensor? offs=None, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"""
     if offs is None or bias is not None:

@@ -71,7 +71,7 @@ def log_softmax_backward(op, grad_output, output, dim, input_dtype):
     return _along(op, write, grad_output, output)
 
 
-@register("aten::_safe_softmax")
+@register(aten._safe_softmax.default)
 def safe_softmax(op, self, dim, dtype=None):
     """_safe_softmax(Tensor self, int dim, ScalarType? dtype=None) -> Tensor"""
     if dtype is not None and to_ir(dtype) != self.dtype:
