@@ -120,11 +120,18 @@ def _kth(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple
     return tuple(part.narrow(dim, k - 1, 1) if keepdim else part.select(dim, k - 1) for part in found)
 
 
+def _top(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[torch.Tensor, ...]:
+    if x.dim() == 0:
+        return torch.topk(x, k, dim, largest, sorted)
+    return tuple(part.narrow(dim, 0, k) for part in torch.sort(x, dim=dim, descending=largest, stable=True))
+
+
 # What to compare with where eager's own order of equal elements is any: ONNX Runtime's is that of a stable sort.
 REFERENCES: dict[str, Callable[..., Any]] = {
     "sort": lambda x, dim=-1, descending=False, stable=True: torch.sort(x, dim=dim, descending=descending, stable=True),
     "argsort": lambda x, dim=-1, descending=False, stable=True: torch.argsort(x, dim=dim, descending=descending, stable=True),
     "kthvalue": _kth,
+    "topk": _top,
     "msort": lambda x: torch.sort(x, dim=0, stable=True).values,
 }
 
