@@ -23,6 +23,8 @@ from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
 
 aten = torch.ops.aten
 
+_ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
 # (inputs (T, B, I), initial states (B, H), weights, reverse) -> hidden states (T, B, H), final states
 Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, Sequence[Tensor]]]
 
@@ -34,17 +36,37 @@ def whole_recurrent_layers(*, onednn: bool) -> Iterator[None]:
     Args:
         onednn: Whether LSTMs in float32 on the CPU run by oneDNN's kernels, as in eager PyTorch.
     """
-    kernels: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    with contextlib.ExitStack() as stack:
+        for target, kernel in _kernels(onednn=onednn).items():
+            for key in _ABOVE_TRACER:
+                stack.enter_context(replaced_kernel(target, key, kernel))
+        yield
+
+
+def keep_whole_in_dynamo(is_our_compile: Callable[[], bool]) -> None:
+    """Makes Dynamo, while it traces for us, learn the shapes of a recurrent layer from the whole layer.
+
+    PyTorch's decomposition walks over the steps, so that a symbolic length becomes a number there (read in torch 2.13).
+    """
+    for target, kernel in _kernels(onednn=False).items():
+        for key in _ABOVE_TRACER:
+            before = target.py_kernels.get(key)
+            if before is not None:
+                target.py_kernels[key] = functools.partial(_either, is_our_compile, kernel, before)
+                target._dispatch_cache.clear()
+
+
+def _either(is_our_compile: Callable[[], bool], ours: Callable[..., Any], theirs: Any, *args: Any) -> Any:
+    return (ours if is_our_compile() else theirs)(*args)
+
+
+def _kernels(*, onednn: bool) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    return {
         aten.lstm.input: functools.partial(_lstm, onednn),
         aten.gru.input: _gru,
         aten.rnn_tanh.input: _rnn(relu=False),
         aten.rnn_relu.input: _rnn(relu=True),
     }
-    with contextlib.ExitStack() as stack:
-        for target, kernel in kernels.items():
-            for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-                stack.enter_context(replaced_kernel(target, key, kernel))
-        yield
 
 
 def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from ort_backend.environment import check_environment
 from ort_backend.errors import OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
-from ort_backend.lowering import decompositions, dynamo_hook, traced_function
+from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, traced_function
 from ort_backend.lowering.composites import whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
@@ -309,3 +309,4 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.
 HAS_HOOK = dynamo_hook.install(lambda backend: backend is ort_training, _autograd_functions)
+recurrent_layers.keep_whole_in_dynamo(lambda: dynamo_hook.is_compiling(lambda backend: backend is ort_training))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ort_backend
+from ort_backend.lowering import onednn
 
 SCANS = {"kernels": "onnxruntime"}  # LSTMs in float32 as ONNX Scans too, instead of oneDNN's kernels
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -98,6 +99,31 @@ def test_as_many_nodes_whatever_the_length(kind: str, options: dict[str, Any]) -
     assert counts[0] == counts[1] < 130
 
 
+@pytest.mark.parametrize("options", [{}, SCANS])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_one_compile_for_all_lengths_and_batches(kind: str, options: dict[str, Any]) -> None:
+    model, _, _ = _made(kind, {"num_layers": 2, "batch_first": True}, False)
+    compiled = torch.compile(model, backend="ort_training", options=options, dynamic=True)
+    before = len(ort_backend.report().graphs)
+    for batch, length in ((3, 5), (4, 7), (2, 9)):
+        x = torch.randn(batch, length, 4)
+        torch.testing.assert_close(_step(compiled, model, x, []), _step(model, model, x, []), rtol=1e-4, atol=1e-4)
+    assert len(ort_backend.report().graphs) == before + 1
+
+
+def test_another_backend_still_has_pytorchs_decomposition() -> None:
+    model, x, _ = _made("GRU", {}, False)
+    targets: list[Any] = []
+
+    def look(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        targets.extend(node.target for node in module.graph.nodes)
+        return module.forward
+
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=look)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x)[0], model(x)[0])
+    assert torch.ops.aten.sigmoid.default in targets and not any("ort_training" in str(target) for target in targets)
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_no_gradients_needed(kind: str) -> None:
     model, x, states = _made(kind, {"num_layers": 2, "dropout": 0.5}, False)
@@ -147,8 +173,6 @@ def test_a_second_backward(options: dict[str, Any]) -> None:
 
 
 def test_workspaces_are_given_back() -> None:
-    from ort_backend.lowering import onednn
-
     model, x, _ = _made("LSTM", {"num_layers": 2}, False)
     compiled = torch.compile(model, backend="ort_training")
     for _ in range(3):
