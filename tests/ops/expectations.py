@@ -108,8 +108,7 @@ TOLERANCES: dict[str, dict[torch.dtype, tuple[float, float]]] = {
             *("pad.replicate", "pad.replicate_negative", "unfold", "bilinear"),
         )
     },
-    # Eager's coordinates, rounded to half, choose other pixels: it errs by 107 from float64 where this errs by 0.03 (gradients up to 87).
-    "grid_sampler_2d": {torch.float16: (0.5, 20.0)},
+    "grid_sampler_2d": {torch.float16: (1e-2, 1e-1), torch.bfloat16: (5e-2, 5e-1)},
 }
 
 
@@ -126,12 +125,19 @@ def _top(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
     return tuple(part.narrow(dim, 0, k) for part in torch.sort(x, dim=dim, descending=largest, stable=True))
 
 
-# What to compare with where eager's own order of equal elements is any: ONNX Runtime's is that of a stable sort.
+def _grid_sampler_in_float32(x: torch.Tensor, grid: torch.Tensor, *modes: Any) -> torch.Tensor:
+    """Eager's coordinates, rounded to half, choose other pixels: it errs by 18 from float64 where ONNX Runtime errs by 0.08 (bfloat16)."""
+    wide = torch.float32 if x.dtype.itemsize == 2 else x.dtype
+    return torch.grid_sampler_2d(x.to(wide), grid.to(wide), *modes).to(x.dtype)
+
+
+# What to compare with where eager's own order of equal elements is any (ONNX Runtime's is that of a stable sort), or eager itself is far off.
 REFERENCES: dict[str, Callable[..., Any]] = {
     "sort": lambda x, dim=-1, descending=False, stable=True: torch.sort(x, dim=dim, descending=descending, stable=True),
     "argsort": lambda x, dim=-1, descending=False, stable=True: torch.argsort(x, dim=dim, descending=descending, stable=True),
     "kthvalue": _kth,
     "topk": _top,
+    "grid_sampler_2d": _grid_sampler_in_float32,
     "msort": lambda x: torch.sort(x, dim=0, stable=True).values,
 }
 
