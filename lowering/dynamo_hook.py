@@ -1,6 +1,6 @@
 """Where Dynamo meets `Fn.apply(...)` in a compile of ours, the Function becomes one opaque call, whatever its Python does.
 
-Everything that reaches into Dynamo for that is in this file (run with torch 2.9.1, 2.13.0 and 2.15.0, the same in all of them unless a
+Everything that reaches into Dynamo for that is in this file (run with torch 2.9.1, 2.11.0, 2.13.0 and 2.15.0, the same in all unless a
 line says otherwise): `AutogradFunctionVariable.call_apply` is replaced by a function that acts for our backend only and hands every
 other compile, and every call that it cannot take, to the original.
 """
