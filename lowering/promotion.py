@@ -20,14 +20,14 @@ def promoted_dtype(lowering: Lowering, node: fx.Node) -> torch.dtype | None:
     if lowering.promote == "output":
         fake = node.meta["val"]
         return (fake[0] if isinstance(fake, (tuple, list)) else fake).dtype
-    named = zip(lowering.target._schema.arguments, node.args)
+    named = zip(node.target._schema.arguments, node.args)  # type: ignore[union-attr]
     common = _common_dtype([_fake(arg) for argument, arg in named if argument.name not in lowering.keep])
     return torch.int32 if common == torch.bool else common
 
 
 def check_storage(lowering: Lowering, node: fx.Node) -> None:
     """Raises `Unsupported` for an argument that lies otherwise in memory than `lowering.whole_storage` asks."""
-    for argument, arg in zip(lowering.target._schema.arguments, node.args):
+    for argument, arg in zip(node.target._schema.arguments, node.args):  # type: ignore[union-attr]
         if argument.name in lowering.whole_storage and not _is_whole_storage(_fake(arg)):
             raise Unsupported(f"{argument.name} is not contiguous, or part of a larger tensor")
 
