@@ -8,7 +8,7 @@ inside its containers, the symbolic integers, and a value of the Function before
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -20,7 +20,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.function_site import SITES, Site, Slot
-from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, to_carrier
+from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, kinds, release_context, to_carrier
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
@@ -67,13 +67,15 @@ class FunctionWriter:
         made = self._op.PythonOp(
             *call.arguments([value(one) for one in tensors], order),  # type: ignore[union-attr]
             **call.attributes,
-            **_kinds("output", call.outputs),
+            **kinds("output", call.outputs),
             training_mode=int(number in self._with_backward),
             _domain=MS,
             _version=1,
             _outputs=1 + len(call.outputs),
         )
         made = (made,) if isinstance(made, ir.Value) else tuple(made)
+        if number not in self._with_backward:
+            release_context(self._op, made[0])
         results = as_declared(self._op, made, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.outputs], call.outputs)
         return [*results, made[0]], made[0]
 
@@ -99,8 +101,8 @@ class FunctionWriter:
             value(handle),
             *arriving,
             func_name=call.name,
-            **_kinds("input", [_kind_of(one) for one in arriving]),
-            **_kinds("output", outputs),
+            **kinds("input", [_kind_of(one) for one in arriving]),
+            **kinds("output", outputs),
             output_convention="d" * len(outputs),
             output_tensor_requires_grads=ir.AttrInt64s("output_tensor_requires_grads", [1] * len(outputs)),
             comment=f"{call.site.cls.__qualname__}.backward: {sum(call.present)} gradients in, {len(outputs) - 1} out",
@@ -139,7 +141,7 @@ class FunctionCall(PythonCall):
     def arguments(self, tensors: Sequence[ir.Value], order: ir.Value) -> list[ir.Value]:
         """The inputs of the forward's node; sets the attributes that say what each is."""
         values, self.reads, attributes = _arguments(self.site, tensors, self._symbolic, order)
-        self.attributes = {"func_name": self.name, **attributes, **_kinds("input", map(_kind_of, values)), "comment": _comment(self.site)}
+        self.attributes = {"func_name": self.name, **attributes, **kinds("input", map(_kind_of, values)), "comment": _comment(self.site)}
         return values
 
     # -- what runs
@@ -189,12 +191,6 @@ def _is_carried(dtype: torch.dtype) -> bool:
 def _kind_of(value: ir.Value) -> tuple[Carrier, int]:
     assert value.dtype is not None and value.shape is not None
     return Carrier(value.dtype), value.shape.rank()
-
-
-def _kinds(prefix: str, kinds: Iterable[tuple[Carrier, int]]) -> dict[str, Any]:
-    types, ranks = f"{prefix}_tensor_types", f"{prefix}_tensor_ranks"
-    found = list(kinds)
-    return {types: ir.AttrInt64s(types, [int(kind.dtype) for kind, _ in found]), ranks: ir.AttrInt64s(ranks, [rank for _, rank in found])}
 
 
 # -- arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -12,6 +12,7 @@ import torch
 
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
+from ort_backend.target import RELEASE
 
 MS = "com.microsoft"
 _UNUSED = -1
@@ -178,7 +179,35 @@ def write_python_op(
     call = make_call(target, title, spec, constants, slots, [value is not None for value in results])
     outputs = [_output_of(value) for value in results if value is not None]
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
+    release_context(op, made if isinstance(made, ir.Value) else made[0])
     return as_declared(op, made, results, outputs), call
+
+
+def release_context(op: Any, context: ir.Value) -> None:
+    """Writes the node behind a `PythonOp` without a backward that gives up the context which ONNX Runtime has kept for one.
+
+    Else each call would leave some bytes behind (1.19.2), and these, between large tensors, keep the C library from using their memory again.
+    """
+    order = constant(op, 0, ir.DataType.INT64)
+    nothing = [(Carrier(ir.DataType.INT64), 0)]
+    op.PythonOpGrad(
+        context,
+        order,
+        func_name=RELEASE,
+        **kinds("input", nothing),
+        **kinds("output", nothing),
+        output_convention="d",
+        output_tensor_requires_grads=ir.AttrInt64s("output_tensor_requires_grads", [0]),
+        comment="releases the context",
+        _domain=MS,
+        _version=1,
+    )
+
+
+def kinds(prefix: str, found: Iterable[tuple[Carrier, int]]) -> dict[str, Any]:
+    """The attributes of a Python node that declare the types and ranks of its tensors."""
+    types, ranks, pairs = f"{prefix}_tensor_types", f"{prefix}_tensor_ranks", list(found)
+    return {types: ir.AttrInt64s(types, [int(kind.dtype) for kind, _ in pairs]), ranks: ir.AttrInt64s(ranks, [rank for _, rank in pairs])}
 
 
 def static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:

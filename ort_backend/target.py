@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+# The name under which the runtime registers what a node calls that gives up the context of a `PythonOp` without a backward.
+RELEASE = "ort_training.release"
+
 
 def _every_kernel(node: Any) -> bool:
     return True

@@ -21,6 +21,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.target import RELEASE
 
 _from_dlpack = torch._C._from_dlpack
 _to_dlpack = torch._C._to_dlpack
@@ -109,8 +110,7 @@ class Registration:
         self._forward = _Entry(call.name, _plain(call.function) if call.function is not None else _forward_of(call))
         self._backward = _Entry(call.name, _backward_of(call)) if call.function is None else self._forward
         _install()
-        members = {"apply": self._forward, "forward": self._forward, "backward": self._backward}
-        C.register_torch_autograd_function(call.name, type("PythonOp", (torch.autograd.Function,), members))
+        _register(call.name, self._forward, self._backward)
 
     def release(self) -> None:
         """Forgets the callable."""
@@ -197,6 +197,12 @@ def _give(result: int, values: list[Any]) -> int:
     return result
 
 
+def _register(name: str, forward: _Entry, backward: _Entry) -> None:
+    members = {"apply": forward, "forward": forward, "backward": backward}
+    C.register_torch_autograd_function(name, type("PythonOp", (torch.autograd.Function,), members))
+
+
+_NOTHING = torch.zeros((), dtype=torch.int64)
 _installed: list[Any] = []
 
 
@@ -206,5 +212,9 @@ def _install() -> None:
         _installed.extend((_Runner(_run_forward), _Runner(_run_backward)))
         C.register_forward_runner(ctypes.cast(_installed[0], c_void_p).value)
         C.register_backward_runner(ctypes.cast(_installed[1], c_void_p).value)
+        # ONNX Runtime itself gives up the context behind a node for a backward; there is nothing else to do.
+        release = _Entry(RELEASE, lambda objects: (_NOTHING,))
+        _installed.append(release)
+        _register(RELEASE, release, release)
         # ONNX Runtime would give up the Python objects that it holds after Python is gone, and crash.
         atexit.register(C.unregister_python_functions)
