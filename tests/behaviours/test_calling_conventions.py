@@ -94,12 +94,13 @@ def test_keywords_may_come_in_any_order(function: Any, order: str) -> None:
 
 
 def test_each_pattern_of_none_arguments_gets_one_graph_and_finds_it_again() -> None:
-    def function(a: Any = None, b: Any = None, c: Any = None, d: Any = None) -> Any:
-        return sum(((i + 1) * one).tanh() for i, one in enumerate((a, b, c, d)) if one is not None)
+    def function(a: Any = None, b: Any = None, c: Any = None, d: Any = None, e: Any = None) -> Any:
+        return sum(((i + 1) * one).tanh() for i, one in enumerate((a, b, c, d, e)) if one is not None)
 
-    patterns = [call(*(one if bits >> i & 1 else None for i, one in enumerate((A, B, C, D)))) for bits in range(1, 16)]
+    given = (A, B, C, D, torch.randn_like(A))
+    patterns = [call(*(one if bits >> i & 1 else None for i, one in enumerate(given))) for bits in range(1, 21)]
     with torch._dynamo.config.patch(recompile_limit=32):
-        ran = same_as_eager(function, *patterns, *reversed(patterns), graphs=15, repeat=1)
+        ran = same_as_eager(function, *patterns, *reversed(patterns), graphs=20, repeat=1)
     assert all(graph.counts.forward == 2 for graph in ran.graphs)
 
 
