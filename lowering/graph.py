@@ -21,6 +21,7 @@ from ort_backend.lowering.dtypes import carried, carrier, compute_dtype, to_ir, 
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
+from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
@@ -150,15 +151,10 @@ class GraphLowering:
 
         A gradient that depends on no tangent, such as zeros, would be computed in the forward, where `TrainingAgent` cannot fetch it.
         """
-        tangents, behind = behind_yield(self.graph)
+        tangents, late = behind_yield(self.graph)
         if not tangents:
             return list(values)
-        return [value if value in behind else self._behind(value, tangents[0], fake) for value, fake in zip(values, fakes, strict=True)]
-
-    def _behind(self, value: ir.Value, tangent: ir.Value, fake: Any) -> ir.Value:
-        """`value` in its own shape, which is made to wait for a tangent by none of the tangent's dimensions."""
-        nothing = self.op.Shape(tangent, start=0, end=0)
-        return self._stamp(self.op.Reshape(value, self.op.Concat(self.op.Shape(value), nothing, axis=0), allowzero=1), fake)
+        return [v if v in late else self._stamp(behind(self.op, v, tangents[0]), fake) for v, fake in zip(values, fakes, strict=True)]
 
     def value(self, node: Any) -> Any:
         """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
@@ -216,7 +212,7 @@ class GraphLowering:
         reason = self._not_native(node)
         if reason is None and is_random(node):
             reason = "a random draw that cannot be made before the graph runs, since it or one before it depends on computed values"
-        if reason is None and not self.strict and (faster := faster_in_pytorch(node, self.target)) is not None:
+        if reason is None and (faster := faster_in_pytorch(node, self.target)) is not None:
             return self._by_python_op(node, faster, is_choice=True)
         if reason is None:
             result, reason = self._by_lowering(node)
