@@ -77,7 +77,7 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    with compilation.phase("aot"), decompositions.lstm_as_steps(onednn=pytorch_may_run(one.target) and not settings.strict), whole_interpolation():
+    with compilation.phase("aot"), decompositions.lstm_as_steps(onednn=pytorch_may_run(one.target)), whole_interpolation():
         compiled = aot_module_simplified(
             gm,
             example_inputs,
@@ -304,7 +304,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
         tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
         cuda = any(tensor.device.type == "cuda" for tensor in tensors)
         provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
-    return dataclasses.replace(capabilities.target(provider, settings.opset, settings.custom_op_libraries), kernels=settings.kernels)
+    kernels = "onnxruntime" if settings.strict else settings.kernels
+    return dataclasses.replace(capabilities.target(provider, settings.opset, settings.custom_op_libraries), kernels=kernels)
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.
