@@ -22,22 +22,14 @@ _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class OutsideCount:
-    """Nodes of one operator that PyTorch runs, for one reason: as `PythonOp` in the session, or between sessions.
+class OutsideCount(Outside):
+    """Nodes of one operator that PyTorch runs, for one reason: as `PythonOp` in the session, or between sessions. The line is the first one's.
 
     Attributes:
-        operator: Its qualified name, such as `aten::sort`.
-        reason: Why it does not run on ONNX Runtime's own kernels.
         count: How many nodes.
-        where: The user's line of the first of them.
-        is_choice: Whether ONNX Runtime could run them as well, and PyTorch is faster.
     """
 
-    operator: str
-    reason: str
-    count: int
-    where: str
-    is_choice: bool = False
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +159,7 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
     groups: dict[tuple[str, str], list[Outside]] = {}
     for one in outside:
         groups.setdefault((one.operator, one.reason), []).append(one)
-    counted = [OutsideCount(operator, reason, len(group), group[0].where, group[0].is_choice) for (operator, reason), group in groups.items()]
+    counted = [OutsideCount(**vars(group[0]), count=len(group)) for group in groups.values()]
     return tuple(sorted(counted, key=lambda one: (one.is_choice, -one.count)))
 
 
