@@ -155,7 +155,7 @@ def _run_forward(
 ) -> int:
     """The forward runner. Its first result is the autograd context: none, since what belongs to a run is kept with the run.
 
-    ONNX Runtime drops a reference to the context twice: behind the node, and when it unregisters everything at exit (1.19.2).
+    ONNX Runtime drops a reference to the context twice: behind the node, and when the context is given up (1.19.2).
     """
     _incref(None)
     return _give(result, _results(callback, args, [None]))
