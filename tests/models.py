@@ -10,6 +10,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.zoo_models.sequences import Encoder
+
 Batch = Callable[[], dict[str, Any]]
 VOCABULARY, CLASSES = 99, 5
 
@@ -68,17 +70,6 @@ class Tagger(nn.Module):
 
 def lstm() -> tuple[nn.Module, Batch]:
     return Tagger(), lambda: {"x": ids(3, 8), "y": torch.randint(0, CLASSES, (3, 8))}
-
-
-class Encoder(nn.Module):
-    """nn.TransformerEncoder with a padding mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
-
-    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        return self.encoder(x, src_key_padding_mask=padding).square().mean()
 
 
 def transformer_encoder() -> tuple[nn.Module, Batch]:
