@@ -20,7 +20,8 @@ OLDEST = {
     "onnx-ir": (1, 0),
     "onnxscript": (0, 7),  # onnxscript.GraphBuilder is public since 0.7.0
 }
-OLDEST_ONNXRUNTIME = (1, 19)  # opset 21, IR version 10
+OLDEST_ONNXRUNTIME = (1, 21)  # exchanges tensors by DLPack
+OLDEST_ONNXRUNTIME_TRAINING = (1, 19)  # opset 21, IR version 10
 
 
 @functools.cache
@@ -65,9 +66,9 @@ def _onnxruntime_problems() -> Iterator[str]:
         )
         return
     (name, version), *_ = owners.items()
-    if _release(version) < OLDEST_ONNXRUNTIME:
-        wanted = f"{name}>={_dotted(OLDEST_ONNXRUNTIME)}"
-        yield f"- {name} {version} is too old, {_dotted(OLDEST_ONNXRUNTIME)} or newer is needed. Fix: pip install --upgrade '{wanted}'"
+    oldest = OLDEST_ONNXRUNTIME_TRAINING if "training" in name else OLDEST_ONNXRUNTIME
+    if _release(version) < oldest:
+        yield f"- {name} {version} is too old, {_dotted(oldest)} or newer is needed. Fix: pip install --upgrade '{name}>={_dotted(oldest)}'"
         return
     failure = _import_failure()
     if failure:

@@ -38,7 +38,7 @@ def target(provider: str, opset: int, libraries: tuple[str, ...] = ()) -> OrtTar
     """
     if not hasattr(C.OrtValueVector, "dlpack_at"):
         raise EnvironmentProblem(
-            f"onnxruntime {ort.__version__} cannot exchange tensors with PyTorch by DLPack, which its wheels can since 1.22. "
+            f"onnxruntime {ort.__version__} cannot exchange tensors with PyTorch by DLPack, which its wheels can since 1.21. "
             "Fix: pip install --upgrade onnxruntime"
         )
     return OrtTarget(

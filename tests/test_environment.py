@@ -146,6 +146,12 @@ def test_an_old_onnxruntime(install: Install) -> None:
     assert "- onnxruntime-training 1.17.3 is too old, 1.19 or newer is needed." in problems()
 
 
+def test_an_old_onnxruntime_without_training(install: Install) -> None:
+    install_all(install, onnxruntime_training=None)
+    install("onnxruntime", "1.20.1", "onnxruntime/__init__.py")
+    assert "- onnxruntime 1.20.1 is too old, 1.21 or newer is needed." in problems()
+
+
 def test_an_onnxruntime_that_does_not_import(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install_all(install)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
