@@ -255,3 +255,22 @@ def same_as_eager(
             if isinstance(function, nn.Module):
                 same_module(function, reference, rtol, atol)
     return ran
+
+
+class Both:
+    """A model compiled, its copy in eager; each step is made on both, then compared."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        self.model, self.reference = model, copy.deepcopy(model)
+        self.runner = compiled(model, **settings)
+        self.sides = ((self.runner, self.model), (self.reference, self.reference))
+
+    def step(self, do: Callable[[Any, nn.Module], Any]) -> Any:
+        """`do(callable, module)` on both sides; compares what it returns, parameters, gradients and buffers."""
+        results = []
+        for runner, module in self.sides:
+            torch.manual_seed(7)
+            results.append(do(runner, module))
+        same_tree(*results)
+        same_module(self.model, self.reference)
+        return results[0]

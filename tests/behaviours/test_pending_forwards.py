@@ -1,0 +1,147 @@
+"""Forwards that wait for their backward, several at once, and the tensors that they keep until then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import Both, compiled, on_ort, same_gradients, twin
+from torch import nn
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    return made.requires_grad_()
+
+
+A = tensor()
+X = A.detach()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+@pytest.mark.parametrize("order", ["01|10", "01|01", "012|201", "010|102"])
+def test_pending_forwards_share_no_memory(order: str) -> None:
+    """Digits before the bar: the forwards, with which input. Behind it: the order of their backwards."""
+    forwards, backwards = order.split("|")
+    both = Both(mlp())
+    with on_ort(graphs=1, forwards=len(forwards), backwards=len(backwards)):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            inputs = [twin(tensor(seed=int(which))) for which in forwards]
+            results = [runner(x) for x in inputs]
+            before = [result.detach().clone() for result in results]
+            for position in backwards:
+                results[int(position)].square().sum().backward()
+            return [result.detach() for result in results], before, [x.grad for x in inputs]
+
+        both.step(do)
+
+
+def test_pending_forwards_of_different_graphs() -> None:
+    def function(x: torch.Tensor, flag: bool) -> torch.Tensor:
+        return x.sin() if flag else x.exp() * x
+
+    with on_ort(graphs=2):
+        found = []
+        for side in (compiled(function), function):
+            x = twin(A)
+            one, other = side(x, True), side(x, False)
+            one.sum().backward()
+            more = side(x, True)
+            (other.sum() + more.square().sum()).backward()
+            found.append(x)
+    same_gradients(found[:1], found[1:])
+
+
+def test_retain_graph_allows_a_second_backward() -> None:
+    both = Both(nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.LayerNorm(5), nn.Linear(5, 2)))
+    with on_ort(graphs=1, backwards=3):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            x = twin(A)
+            loss = runner(x).square().sum()
+            loss.backward(retain_graph=True)
+            first = x.grad.clone()
+            loss.backward(retain_graph=True)
+            second = x.grad.clone()
+            loss.backward()
+            return first, second, x.grad
+
+        first, second, third = both.step(do)
+    torch.testing.assert_close(second, 2 * first)
+    torch.testing.assert_close(third, 3 * first)
+
+
+def test_a_second_backward_without_retain_graph_is_torchs_error() -> None:
+    with on_ort(graphs=1):
+        loss = compiled(mlp())(X).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("what", ["result", "input", "weight"])
+def test_changing_in_place_what_the_backward_needs_is_torchs_error(what: str) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x @ w).exp()
+
+    with on_ort(graphs=1, idle=True):
+        for side in (function, compiled(function)):
+            x, w = twin(A), twin(tensor(3, 2))
+            result = side(x, w)
+            with torch.no_grad():
+                {"result": result, "input": x, "weight": w}[what].add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+
+SAVED: dict[str, Any] = {
+    "cast": lambda x: ((y := x.double()), y * y),
+    "cast_of_computed": lambda x: ((y := x.exp().double()), y * y),
+    "product": lambda x: ((y := x @ x.t()), y * y),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_changing_a_result_that_the_backward_reads_is_torchs_error(kind: str) -> None:
+    function = SAVED[kind]
+    with on_ort(graphs=1, idle=True):
+        for side in (function, compiled(function)):
+            result, product = side(twin(A))
+            with torch.no_grad():
+                result.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                (result.sum() + product.sum()).backward()
+
+
+def test_a_copy_of_what_the_backward_reads_may_be_changed() -> None:
+    def function(x: torch.Tensor) -> Any:
+        hidden = x.exp()
+        return hidden, hidden.clone()
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            x = twin(A)
+            hidden, copied = side(x)
+            with torch.no_grad():
+                copied.add_(1)
+            (hidden.sum() + copied.sum()).backward()
+            found.append(x)
+    same_gradients(found[:1], found[1:])
+
+
+def test_changing_in_place_between_two_backwards_is_an_error() -> None:
+    with on_ort(graphs=1):
+        for side in (compiled(lambda x: x.exp() * x), lambda x: x.exp() * x):
+            x = twin(A)
+            result = side(x)
+            result.sum().backward(retain_graph=True)
+            with torch.no_grad():
+                x.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
