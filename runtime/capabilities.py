@@ -122,7 +122,8 @@ def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...])
     return message is None or not any(word in message for word in _NO_KERNEL)
 
 
-_NO_KERNEL = ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH", "is not a registered function/op")
+# What ONNX Runtime says of an operator that it does not know, or has no kernel for; the last, of one that only the CPU provider could run.
+_NO_KERNEL = ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH", "is not a registered function/op", "assigned to the default CPU EP")
 
 
 def _refusal(model: ir.Model, providers: tuple[str, ...], libraries: tuple[str, ...] = ()) -> str | None:
