@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import debug, graph_report, regions
 from ort_backend.environment import check_environment
-from ort_backend.errors import OptionError
+from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, traced_function
@@ -59,7 +59,7 @@ def ort_training(
     Raises:
         OptionError: an option is unknown or has a value that is not accepted.
         EnvironmentProblem: a package is missing, too old, or installed twice.
-        LoweringError: `strict` is set and an operator does not run on ONNX Runtime's own kernels.
+        LoweringError: `strict` is set and an operator does not run on ONNX Runtime's own kernels; or the tensors are on several CUDA devices.
     """
     # 1. What is asked for, and what there is.
     settings = CompileOptions.parse(options)
@@ -189,6 +189,7 @@ class _Compilation:
         with self._phase("session"):
             config = SessionConfig(
                 provider=self.target.provider,
+                device=self.target.device_index,
                 provider_options=self.settings.provider_options,
                 session_options=self.settings.session_options,
                 optimized_path=dump.model(lowered.model) if dump is not None else None,
@@ -298,14 +299,15 @@ def _autograd_functions(options: Any) -> str:
 
 def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
     """The provider that was asked for, or the one of the tensors."""
-    provider = settings.provider
-    if provider is None:
-        tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-        tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
-        cuda = any(tensor.device.type == "cuda" for tensor in tensors)
-        provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
+    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
+    tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    if len(devices) > 1:
+        raise LoweringError(f"tensors on CUDA devices {sorted(devices)} meet in one graph, which runs on one device")
+    provider = settings.provider or ("CUDAExecutionProvider" if devices else "CPUExecutionProvider")
     kernels = "onnxruntime" if settings.strict else settings.kernels
-    return dataclasses.replace(capabilities.target(provider, settings.opset, settings.custom_op_libraries), kernels=kernels)
+    made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
+    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0))
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.

@@ -21,6 +21,7 @@ class OrtTarget:
     Attributes:
         opset: Default-domain ONNX operator set to emit.
         provider: Execution provider, such as `"CPUExecutionProvider"`.
+        device_index: Which of its devices.
         training: Whether the installed ONNX Runtime has `TrainingAgent`, `YieldOp` and the `*Grad` kernels.
         python_op: Whether `PythonOp` nodes can run.
         has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
@@ -31,6 +32,7 @@ class OrtTarget:
 
     opset: int = 18
     provider: str = "CPUExecutionProvider"
+    device_index: int = 0
     training: bool = True
     python_op: bool = True
     has_kernel: Callable[[Any], bool] = _every_kernel

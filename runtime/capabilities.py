@@ -123,7 +123,13 @@ def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...])
 
 
 # What ONNX Runtime says of an operator that it does not know, or has no kernel for; the last, of one that only the CPU provider could run.
-_NO_KERNEL = ("NOT_IMPLEMENTED", "Could not find an implementation", "INVALID_GRAPH", "is not a registered function/op", "assigned to the default CPU EP")
+_NO_KERNEL = (
+    "NOT_IMPLEMENTED",
+    "Could not find an implementation",
+    "INVALID_GRAPH",
+    "is not a registered function/op",
+    "assigned to the default CPU EP",
+)
 
 
 def _refusal(model: ir.Model, providers: tuple[str, ...], libraries: tuple[str, ...] = ()) -> str | None:

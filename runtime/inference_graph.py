@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
@@ -43,7 +42,7 @@ class InferenceGraph:
         self._draws = plan.draws
         self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
         self._devices = [ort_device(device) for device in plan.fetch_devices]
-        self._run_options = ort.RunOptions()
+        self._run_options = session.run_options(plan.fetch_devices) if session is not None else None
         self._counts = counts
         self._owner = Owner(self.release)
 

@@ -21,6 +21,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.runtime.cuda import Fence
 from ort_backend.target import RELEASE
 
 _from_dlpack = torch._C._from_dlpack
@@ -45,6 +46,8 @@ class _State(threading.local):
     run: RunState | None = None
     # How many callables are under way, one inside the other.
     depth: int = 0
+    # Between PyTorch's stream and ONNX Runtime's, where they differ.
+    fence: Fence | None = None
 
 
 _state = _State()
@@ -77,8 +80,8 @@ _one_thread = threading.RLock()
 
 
 @contextlib.contextmanager
-def running(state: RunState | None) -> Iterator[None]:
-    """Around a run of a graph that has Python nodes.
+def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None]:
+    """Around a run of a graph that has Python nodes; `fence` orders what they do on PyTorch's stream among what ONNX Runtime does on its own.
 
     Raises:
         OrtBackendError: this thread is inside such a node.
@@ -86,11 +89,11 @@ def running(state: RunState | None) -> Iterator[None]:
     if _state.depth:
         raise OrtBackendError("a graph with Python nodes cannot run inside a Python node: ONNX Runtime would wait for itself")
     with _one_thread:
-        before, _state.run = _state.run, state
+        before, _state.run, _state.fence = _state.run, state, fence
         try:
             yield
         finally:
-            _state.run = before
+            _state.run, _state.fence = before, None
 
 
 class Call(Protocol):
@@ -175,8 +178,12 @@ def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
         words: Any = _Words.from_address(args)
         begin, end, _ = words
         objects = list((py_object * ((end - begin) // 8)).from_address(begin)) if end else []
+        if state.fence is not None:
+            state.fence.to_torch()
         for tensor in _entries[callback].run(objects):
             values.append(_to_dlpack(tensor))
+        if state.fence is not None:
+            state.fence.to_onnxruntime()
         return values
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         state.error = error

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
@@ -140,14 +139,15 @@ def _session(step: SessionStep, index: int) -> Callable[[Values, Any], None]:
     feed, fetch = feeder(step.inputs), fetcher(step.outputs)
     allocate = allocator(step.outputs, step.devices) if step.shapes is not None else None
     devices = [ort_device(device) for device in step.devices]
-    options = ort.RunOptions()
+    options = session.run_options(step.devices)
 
     def call(values: Values, shapes: Any) -> None:
         fetches = C.OrtValueVector()
         tensors = None if allocate is None else allocate(shapes[index], fetches)
         run = session.open().run_with_ortvaluevector
         try:
-            run(options, session.inputs, feed(values), session.outputs, fetches, devices)
+            with session.running():
+                run(options, session.inputs, feed(values), session.outputs, fetches, devices)
         except ORT_ERRORS as error:
             raise session.failure(error) from None
         for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -16,6 +16,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
+from ort_backend.runtime import cuda
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
@@ -36,11 +37,17 @@ ORT_ERRORS = (
 )
 
 
+# What TensorFloat-32 concerns.
+_PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
+_CONVOLUTIONS = {"Conv", "ConvGrad", "ConvTranspose", "ConvTransposeGrad"}
+
+
 @dataclasses.dataclass(frozen=True)
 class SessionConfig:
     """How sessions are made: the options that concern ONNX Runtime, resolved."""
 
     provider: str = "CPUExecutionProvider"
+    device: int = 0  # its index, where there are several
     provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     optimized_path: str | None = None
@@ -92,6 +99,8 @@ class Session:
         self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
         self._disabled = _harmful_optimizers(model)
         self._config = config
+        self._operators = {node.op_type for node in model.graph}
+        self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
         self.inputs = [str(value.name) for value in model.graph.inputs]
         self.outputs = [str(value.name) for value in model.graph.outputs]
         self._open: ort.InferenceSession | None = None
@@ -104,7 +113,7 @@ class Session:
             SessionError: ONNX Runtime rejects the model.
         """
         if self._open is None:
-            provider = (self._config.provider, {key: str(value) for key, value in self._config.provider_options.items()})
+            provider = (self._config.provider, self._provider_options())
             options = self._config.make_options()
             try:
                 self._open = ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
@@ -112,9 +121,48 @@ class Session:
                 raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
         return self._open._sess
 
+    def _provider_options(self) -> dict[str, str]:
+        given = self._config.provider_options
+        if self._config.provider != cuda.PROVIDER:
+            return {key: str(value) for key, value in given.items()}
+        numerics = cuda.Numerics.now(products=not self._operators.isdisjoint(_PRODUCTS), convolutions=not self._operators.isdisjoint(_CONVOLUTIONS))
+        allocator = cuda.torch_allocator(self._config.device) if self.on_cuda else None
+        return cuda.provider_options(self._config.device, numerics, allocator, given)
+
     def running(self, state: RunState | None = None) -> contextlib.AbstractContextManager[None]:
         """To be around every run; `state` takes what Python nodes keep for the backward."""
-        return running(state) if self._registrations else contextlib.nullcontext()
+        if not self.on_cuda:
+            return running(state) if self._registrations else contextlib.nullcontext()
+        return self._running_on_cuda(state)
+
+    @contextlib.contextmanager
+    def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:
+        device = self._config.device
+        with torch.cuda.device(device):  # ONNX Runtime makes it the current one and leaves it so
+            fence = cuda.Fence.of(device)
+            if fence is not None:
+                fence.to_onnxruntime()
+            try:
+                with running(state, fence) if self._registrations else contextlib.nullcontext():
+                    yield
+            finally:
+                if fence is not None:
+                    fence.to_torch()
+
+    def reads_on_host(self, devices: Sequence[torch.device]) -> bool:
+        """Whether some of a run's results are on the CPU while the session works on a device: the host must wait for them."""
+        return self.on_cuda and any(device.type == "cpu" for device in devices)
+
+    def wait(self) -> None:
+        """Waits until the device has done what runs on this thread have started."""
+        torch.cuda.current_stream(self._config.device).synchronize()
+
+    def run_options(self, devices: Sequence[torch.device]) -> ort.RunOptions:
+        """ONNX Runtime's options of a run with results on `devices`: the host waits for the device only where some are on the CPU."""
+        options = ort.RunOptions()
+        if self.on_cuda and not self.reads_on_host(devices):
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        return options
 
     @property
     def has_python_nodes(self) -> bool:
@@ -129,7 +177,11 @@ class Session:
         """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
         named = re.search(r"Name:'([^']+)'", str(error))
         where = self._lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
-        return take_error() or SessionError(f"ONNX Runtime failed in graph {self._name!r}: {error}" + (f"\n  at {where}" if where else ""))
+        return (
+            take_error()
+            or cuda.take_failure()
+            or SessionError(f"ONNX Runtime failed in graph {self._name!r}: {error}" + (f"\n  at {where}" if where else ""))
+        )
 
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):

@@ -111,6 +111,7 @@ class TrainingGraph:
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
         self.gradients_may_be_undefined = plan.tangent_outputs is not None and partial
         self._counts = counts
+        self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
         self._agent: _Agent | None = _Agent(session, plan)
         self._owner = Owner(self.release)
 
@@ -156,6 +157,8 @@ class TrainingGraph:
         try:
             with self._session.running(run.python):
                 run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
+            if self._waits[1]:
+                self._session.wait()
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
         gradients = self._fetch_gradients(fetches, tangents)
@@ -195,6 +198,8 @@ class TrainingGraph:
         try:
             with self._session.running(python):
                 agent.run_forward(self._feed(everything), fetches, state, None)
+            if self._waits[0]:
+                self._session.wait()
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
         return agent, state, fetches
