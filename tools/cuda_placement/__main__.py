@@ -1,0 +1,97 @@
+"""Which nodes of the zoo's graphs would not run on a CUDA device, on a machine without one.
+
+    python -m tools.cuda_placement                        # every workload, with fixed sizes and with symbolic ones
+    python -m tools.cuda_placement --only gpt2 resnet     # by name or by family
+    python -m tools.cuda_placement --static --names       # fixed sizes only; names of the nodes as well
+    python -m tools.cuda_placement --json FILE
+
+Needs the stand-in CUDA libraries (`libraries.py`). Shows placement, never values: nothing runs on a GPU. The exit status is 1 if a session copies between
+devices, or has a node on the CPU that does not work out sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.zoo import choose
+from tools.cuda_placement import libraries
+from tools.cuda_placement.placement import Placed, place
+
+_MARK = "ORT_PLACEMENT_CHILD"
+_PRELOAD = ["tools.cuda_placement.placement", "onnxruntime", "transformers", "ort_backend.compiler"]
+
+
+def placements(names: Sequence[str], dynamic: bool) -> Iterator[Placed]:
+    """Places workloads one after the other, each in a process of its own. To be called in a process with `libraries.environment()`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    for name in names:
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            try:
+                yield pool.submit(place, name, dynamic=dynamic).result(timeout=600)
+            except Exception as error:  # noqa: BLE001  whatever it is, it is this workload's result
+                yield Placed(name, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+
+
+def table(placed: Sequence[Placed], title: str) -> Table:
+    """A row for each workload."""
+    made = Table(title=title)
+    made.add_column("workload")
+    for heading in ("sessions", "CUDA", "CPU", "Memcpy", "Python"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    made.add_column("on the CPU; in PyTorch", overflow="fold")
+    for one in placed:
+        on_cpu, python = (", ".join(f"{name} x{count}" for name, count in some.items()) for some in (one.cpu, one.python))
+        numbers = (one.graphs, one.cuda, sum(one.cpu.values()), one.copies, sum(one.python.values()))
+        made.add_row(one.name, *map(str, numbers), one.problem or "; ".join(filter(None, (on_cpu, python))))
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.cuda_placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="workloads or families")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes the placements, too")
+    parser.add_argument("--names", action="store_true", help="prints the names of nodes on the CPU and of copies")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--static", dest="modes", action="store_const", const=(False,), default=(False, True), help="fixed sizes only")
+    which.add_argument("--dynamic", dest="modes", action="store_const", const=(True,), help="symbolic sizes only")
+    chosen = parser.parse_args(arguments)
+    names = [one.name for one in choose(chosen.only)]
+    if os.environ.get(_MARK) is None:  # the libraries must be there when the process starts
+        try:
+            environment = libraries.environment()
+        except libraries.NotThere as why:
+            sys.exit(str(why))
+        os.execve(sys.executable, [sys.executable, "-m", "tools.cuda_placement", *(sys.argv[1:])], {**environment, _MARK: "1"})
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    found: dict[str, list[Placed]] = {}
+    for dynamic in chosen.modes:
+        title = "symbolic sizes" if dynamic else "fixed sizes"
+        results = found[title] = []
+        for one in placements(names, dynamic):
+            results.append(one)
+            copies_or_problem = one.problem or (f"{one.copies} Memcpy" if one.copies else "")
+            print(f"{title}: {one.name} {copies_or_problem} {one.cpu or ''}", file=sys.stderr, flush=True)
+            if chosen.names:
+                console.print(*one.names, sep="\n")
+            if chosen.json is not None:
+                chosen.json.write_text(json.dumps({key: [dataclasses.asdict(p) for p in some] for key, some in found.items()}, indent=1))
+    for title, results in found.items():
+        console.print(table(results, title))
+    return int(any(one.problem and "not installed" not in one.problem or one.copies for some in found.values() for one in some))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The graphs of a workload as they would be traced on CUDA tensors, lowered for the CUDA provider; the model itself runs in eager PyTorch.
+
+Dynamo traces the model on the CPU. Behind it, everything that AOTAutograd sees is moved: inputs become fake tensors on `cuda`, devices in the graph
+become `cuda`. So autograd picks the operators of CUDA (its attention, its dropout), and the lowering sees what it would see on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ort_backend import compiler
+
+_CUDA, _CPU = torch.device("cuda:0"), torch.device("cpu")
+# Functions that make a tensor where no device is given.
+_FACTORIES = {
+    getattr(torch, name)
+    for name in "arange zeros ones empty full tensor rand randn randint eye linspace logspace randperm normal scalar_tensor as_tensor "
+    "tril_indices triu_indices hann_window hamming_window".split()
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Within, `backend="ort_training"` with the CUDA provider compiles graphs of CUDA tensors, and runs them in eager PyTorch on the CPU."""
+    ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0]).pretend_cuda()
+    trace = compiler.aot_module_simplified
+
+    def traced(gm: fx.GraphModule, example_inputs: Sequence[Any], **callbacks: Any) -> Callable[..., Any]:
+        mode = torch._guards.TracingContext.get().fake_mode
+        assert mode is not None
+        numbers = [_is_number(node) for node in gm.graph.find_nodes(op="placeholder")]
+        inputs = [one if number else _on_cuda(one, mode) for one, number in zip(example_inputs, numbers, strict=True)]
+        trace(_moved(gm, mode), inputs, **callbacks)
+        return gm
+
+    with mock.patch.object(compiler, "aot_module_simplified", traced):
+        yield
+
+
+def _is_number(placeholder: fx.Node) -> bool:
+    """Whether Dynamo hands a Python number over as a tensor, which stays where it is."""
+    return bool(placeholder.users) and all(user.op == "call_method" and user.target == "item" for user in placeholder.users)
+
+
+def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = value if isinstance(value, FakeTensor) else mode.from_tensor(value)
+    with mode, torch.no_grad():
+        moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=_CUDA)
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, value.requires_grad)
+    return moved.requires_grad_(value.requires_grad)
+
+
+def _moved(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
+    """A copy of the graph, with those inside it, on the other device."""
+    made = copy.deepcopy(gm)
+    graphs = [module for module in made.modules() if isinstance(module, fx.GraphModule)]
+    for module in graphs:
+        for node in module.graph.nodes:
+            node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _device)
+            if node.op == "call_function" and node.target in _FACTORIES and node.kwargs.get("device") is None:
+                node.kwargs = {**node.kwargs, "device": _CUDA}
+            if node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor):
+                _filled(node)
+            if isinstance(node.meta.get("example_value"), torch.Tensor) and not (node.op == "placeholder" and _is_number(node)):
+                node.meta["example_value"] = _on_cuda(node.meta["example_value"], mode)
+        module.recompile()
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _on_cuda(buffer, mode))
+    return made
+
+
+def _filled(node: fx.Node) -> None:
+    """Makes a tensor of data one of ones: the tracer would make the tensor itself on the device. Placement does not depend on values."""
+    like = node.meta["example_value"]
+    node.target, node.args, node.kwargs = torch.ones, (tuple(like.shape),), {"dtype": like.dtype, "device": _CUDA}
+
+
+def _device(argument: Any) -> Any:
+    if isinstance(argument, torch.device):
+        return _CUDA if argument == _CPU else argument
+    return "cuda" if isinstance(argument, str) and argument == "cpu" else argument
