@@ -41,7 +41,8 @@ class Numerics:
     def now(cls, *, products: bool, convolutions: bool) -> Numerics:
         """The flags at this moment, for a graph with such nodes: ONNX Runtime has one switch where PyTorch has two, so that both must allow."""
         backends = torch.backends
-        forbidden = (products and backends.cuda.matmul.fp32_precision != "tf32") or (convolutions and backends.cudnn.conv.fp32_precision != "tf32")
+        convolution = backends.cudnn.conv  # type: ignore[attr-defined]
+        forbidden = (products and backends.cuda.matmul.fp32_precision != "tf32") or (convolutions and convolution.fp32_precision != "tf32")
         if backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
             return cls(not forbidden, "DEFAULT")  # the only choice that does not depend on a measurement or on free memory
         return cls(not forbidden, "EXHAUSTIVE" if backends.cudnn.benchmark else "HEURISTIC")

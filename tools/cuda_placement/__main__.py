@@ -5,8 +5,8 @@
     python -m tools.cuda_placement --static --names       # fixed sizes only; names of the nodes as well
     python -m tools.cuda_placement --json FILE
 
-Needs the stand-in CUDA libraries (`libraries.py`). Shows placement, never values: nothing runs on a GPU. The exit status is 1 if a session copies between
-devices, or has a node on the CPU that does not work out sizes.
+Needs the stand-in CUDA libraries (`libraries.py`). Shows placement, never values: nothing runs on a GPU. The exit status is 1 if a session copies
+between devices.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.exit(str(why))
         os.execve(sys.executable, [sys.executable, "-m", "tools.cuda_placement", *(sys.argv[1:])], {**environment, _MARK: "1"})
     console = Console() if sys.stdout.isatty() else Console(width=200)
+    progress = Console(stderr=True, width=200)
     found: dict[str, list[Placed]] = {}
     for dynamic in chosen.modes:
         title = "symbolic sizes" if dynamic else "fixed sizes"
@@ -83,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in placements(names, dynamic):
             results.append(one)
             copies_or_problem = one.problem or (f"{one.copies} Memcpy" if one.copies else "")
-            print(f"{title}: {one.name} {copies_or_problem} {one.cpu or ''}", file=sys.stderr, flush=True)
+            progress.print(f"{title}: {one.name} {copies_or_problem} {one.cpu or ''}", highlight=False, markup=False)
             if chosen.names:
-                console.print(*one.names, sep="\n")
+                progress.print(*one.names, sep="\n", highlight=False, markup=False)
             if chosen.json is not None:
                 chosen.json.write_text(json.dumps({key: [dataclasses.asdict(p) for p in some] for key, some in found.items()}, indent=1))
     for title, results in found.items():

@@ -23,9 +23,9 @@ from ort_backend import compiler
 _CUDA, _CPU = torch.device("cuda:0"), torch.device("cpu")
 # Functions that make a tensor where no device is given.
 _FACTORIES = {
-    getattr(torch, name)
-    for name in "arange zeros ones empty full tensor rand randn randint eye linspace logspace randperm normal scalar_tensor as_tensor "
-    "tril_indices triu_indices hann_window hamming_window".split()
+    torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.eye, torch.linspace,
+    torch.logspace, torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal, torch.tril_indices, torch.triu_indices,
+    torch.hann_window, torch.hamming_window,
 }  # fmt: skip
 
 
