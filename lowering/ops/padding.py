@@ -38,8 +38,29 @@ def constant_pad_nd(op: Any, self: ir.Value, pad: Sequence[Size], value: Scalar 
     self, pad = _without_cuts(op, self, pad)
     if _nothing(pad):
         return self
+    if self.dtype in _WITHOUT_PAD and all(not isinstance(part, ir.Value) for part in pad):
+        return _joined(op, self, pad, scalar_like(op, value, self))
     pads = as_vector(op, _pads(self, pad))
     return op.Pad(self, pads) if not isinstance(value, ir.Value) and value == 0 else op.Pad(self, pads, scalar_like(op, value, self))
+
+
+# The CUDA provider has no Pad for them (1.19.2).
+_WITHOUT_PAD = {
+    ir.DataType.INT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.UINT8, ir.DataType.BFLOAT16,
+}  # fmt: skip
+
+
+def _joined(op: Any, value: ir.Value, pad: Sequence[Size], fill: ir.Value) -> ir.Value:
+    """Padding as a concatenation with blocks of `fill`, axis by axis."""
+    sizes = [length(op, value, at) for at in range(rank(value))]
+    joined = value
+    for i in range(len(pad) // 2):
+        at, added = len(sizes) - 1 - i, [int(part) for part in pad[2 * i : 2 * i + 2]]  # type: ignore[arg-type]
+        if any(added):
+            before, after = (op.Expand(fill, as_vector(op, [*sizes[:at], count, *sizes[at + 1 :]])) if count else None for count in added)
+            joined = op.Concat(*(part for part in (before, joined, after) if part is not None), axis=at)
+            sizes[at] = _minus(op, sizes[at], -sum(added))
+    return joined
 
 
 @register(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
