@@ -31,6 +31,16 @@ def constant(op: Any, values: Scalar | Sequence[Any] | np.ndarray, dtype: ir.Dat
     return op.builder.root.initializer(ir.tensor(array, dtype=dtype, name=name), name=name, qualify=False)
 
 
+def named_constant(op: Any, name: str, values: np.ndarray, dtype: ir.DataType) -> ir.Value:
+    """A constant that is the same wherever it is asked for by this name in this dtype."""
+    name = f"{dtype.short_name()} {name}".replace(" ", "_")
+    initializers = op.builder.root.graph.initializers
+    if name in initializers:
+        return initializers[name]
+    array = np.ascontiguousarray(values.astype(dtype.numpy()))
+    return op.builder.root.initializer(ir.tensor(array, dtype=dtype, name=name), name=name, qualify=False)
+
+
 def int64s(op: Any, values: Sequence[int]) -> ir.Value:
     """A 1-d int64 constant, the form in which ONNX takes shapes, axes and the like."""
     return constant(op, np.array(values, dtype=np.int64), ir.DataType.INT64)

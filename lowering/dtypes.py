@@ -43,7 +43,7 @@ class Carrier:
     Attributes:
         dtype: dtype of the ONNX tensor.
         extra_dims: dimensions that the ONNX tensor has behind the torch tensor's own (2 for real and imaginary part).
-        native: whether lowerings may work on it; otherwise only `PythonOp` nodes do.
+        native: whether lowerings may work on it, complex numbers as two tensors (`complex_numbers`); otherwise only `PythonOp` nodes do.
     """
 
     dtype: ir.DataType
@@ -52,8 +52,8 @@ class Carrier:
 
 
 _CARRIERS = {dtype: Carrier(ir_dtype) for dtype, ir_dtype in _PAIRS}
-_CARRIERS[torch.complex64] = Carrier(ir.DataType.FLOAT, (2,), native=False)
-_CARRIERS[torch.complex128] = Carrier(ir.DataType.DOUBLE, (2,), native=False)
+_CARRIERS[torch.complex64] = Carrier(ir.DataType.FLOAT, (2,))
+_CARRIERS[torch.complex128] = Carrier(ir.DataType.DOUBLE, (2,))
 _CARRIERS[torch.complex32] = Carrier(ir.DataType.FLOAT16, (2,), native=False)
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"):
     if hasattr(torch, _name):

@@ -16,6 +16,20 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.complex_numbers import (
+    Complex,
+    Part,
+    as_complex,
+    from_pairs,
+    from_real,
+    has_complex,
+    has_imaginary_part,
+    is_complex,
+    linear_arguments,
+    part_of,
+    take_part,
+    zeros_like,
+)
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.function_op import FunctionWriter
@@ -55,8 +69,6 @@ _SAME = {
     aten.contiguous.default,
     aten._conj_physical.default,
 }
-# On a complex value's carrier, real and imaginary part are the last dimension already.
-_CARRIER_VIEWS = {aten.view_as_real.default, aten.view_as_complex.default}
 
 
 class GraphLowering:
@@ -160,9 +172,21 @@ class GraphLowering:
         """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
         if not isinstance(node, fx.Node):
             return node
+        held = self._held(node)
+        return held.pairs(self.op) if isinstance(held, Complex) else held
+
+    def _held(self, node: fx.Node) -> Any:
+        """What stands for a node: as `value`, but a complex tensor may be `Complex`."""
         if node not in self.env:
             self._lower_symbolic(node)
         return self.env[node]
+
+    def _operand(self, node: fx.Node) -> Any:
+        """As `value`, but a complex tensor is `Complex`."""
+        held = self._held(node)
+        if is_complex(node.meta.get("val")) and isinstance(held, ir.Value):
+            held = self.env[node] = from_pairs(self.op, held)
+        return held
 
     def finish(self) -> LoweredGraph:
         """The finished graph, without the nodes that nothing reads: ONNX Runtime would run them."""
@@ -203,12 +227,10 @@ class GraphLowering:
         if operator_name(node.target) in DROPPED:
             return None
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype and not _conjugates(node):  # type: ignore[union-attr]
-            return self.value(node.args[0])
+            return self._held(node.args[0])  # type: ignore[arg-type]
         self._lowered += 1
         if node.target in (FORWARD, BACKWARD):
             return self._function(node)
-        if node.target in _CARRIER_VIEWS:
-            return self.value(node.args[0])
         reason = self._not_native(node)
         if reason is None and is_random(node):
             reason = "a random draw that cannot be made before the graph runs, since it or one before it depends on computed values"
@@ -222,11 +244,13 @@ class GraphLowering:
 
     def _by_lowering(self, node: fx.Node) -> tuple[Any, str | None]:
         """The result of the first lowering that fits, or why none does."""
-        reason = "no lowering"
-        candidates: list[Callable[..., Any]] = [functools.partial(self._call, lowering) for lowering in registry.find(node.target, self.target)]
-        if not candidates and (function := torchlib.find(node.target)) is not None:
+        reason, find, operand = "no lowering", registry.find, self.value
+        if is_complex_call := has_complex(node):
+            reason, find, operand = "no lowering of torch.complex numbers", registry.find_complex, self._operand
+        candidates: list[Callable[..., Any]] = [functools.partial(self._call, lowering) for lowering in find(node.target, self.target)]
+        if not candidates and not is_complex_call and (function := torchlib.find(node.target)) is not None:
             candidates = [functools.partial(self._call_torchlib, function)]
-        args, kwargs = self._arguments(node)
+        args, kwargs = self._arguments(node, operand)
         for candidate in candidates:
             mark = len(self.graph)
             try:
@@ -253,17 +277,40 @@ class GraphLowering:
     def _call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
         check_storage(lowering, node)
+        if lowering.linear is not None:
+            return self._call_for_each_part(lowering, node, args, kwargs)
         if not lowering.any_dtype:
             args, kwargs = self._promote(lowering, node, args, kwargs)
-        return self._results(lowering.function(self.op, *args, **kwargs), node)
+        return self._results(lowering.function(self.op, *args, **kwargs), node.meta["val"])
+
+    def _call_for_each_part(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a lowering of real numbers for the real and for the imaginary parts, or for the real ones alone where all others are zeros."""
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        linear = lowering.linear or frozenset()
+        fake = torch.utils._pytree.tree_map(part_of, node.meta["val"])
+        is_real = not any(has_imaginary_part(one) for one in linear_arguments(names, linear, args, kwargs))
+
+        def part(name: str) -> list[ir.Value]:
+            mine, keywords = take_part(self.op, name, names, linear, args, kwargs)
+            if not lowering.any_dtype:
+                mine, keywords = self._promote(lowering, node, mine, keywords)
+            results = self._results(lowering.function(self.op, *mine, **keywords), fake)
+            return results if isinstance(results, list) else [results]
+
+        real = part("real")
+        if not any(is_complex(one) for one in torch.utils._pytree.tree_leaves(node.meta["val"])):
+            return real if isinstance(node.meta["val"], (tuple, list)) else real[0]
+        imag = [zeros_like(self.op, one) for one in real] if is_real else part("imag")
+        made = [Complex(a, b, is_real) for a, b in zip(real, imag, strict=True)]
+        return made if isinstance(node.meta["val"], (tuple, list)) else made[0]
 
     def _call_torchlib(self, function: Callable[..., Any], node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         plain = Lowering(node.target, function)  # type: ignore[arg-type]
         args, kwargs = self._promote(plain, node, args, kwargs)
-        return self._results(torchlib.call(function, self.op, args, kwargs), node)
+        return self._results(torchlib.call(function, self.op, args, kwargs), node.meta["val"])
 
-    def _arguments(self, node: fx.Node) -> tuple[list[Any], dict[str, Any]]:
-        return [fx.map_arg(arg, self.value) for arg in node.args], {key: fx.map_arg(arg, self.value) for key, arg in node.kwargs.items()}
+    def _arguments(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[list[Any], dict[str, Any]]:
+        return [fx.map_arg(arg, operand) for arg in node.args], {key: fx.map_arg(arg, operand) for key, arg in node.kwargs.items()}
 
     def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         promoted = promoted_dtype(lowering, node)
@@ -272,6 +319,8 @@ class GraphLowering:
         def cast(name: str, value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(cast(name, part) for part in value)
+            if isinstance(value, Complex):
+                return value.map(functools.partial(cast, name))
             if not isinstance(value, ir.Value) or name in lowering.keep or (wanted is None and "symbol" in value.meta):
                 return value
             assert value.dtype is not None
@@ -287,23 +336,35 @@ class GraphLowering:
         wanted = to_ir(dtype)
         return value if value.dtype == wanted else self.op.Cast(value, to=wanted)
 
-    def _results(self, results: Any, node: fx.Node) -> Any:
-        """The lowering's results with the node's dtypes and shapes."""
-        fake = node.meta["val"]
+    def _results(self, results: Any, fake: Any) -> Any:
+        """The lowering's results with the dtypes and shapes of the node's."""
         if isinstance(fake, (tuple, list)):
-            results = [results] if isinstance(results, ir.Value) else list(results)
-            assert len(results) == len(fake), f"{node.target}: {len(results)} results for {len(fake)}"
+            results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
+            assert len(results) == len(fake), f"{len(results)} results for {len(fake)}"
             return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
         return self._result(results, fake)
 
-    def _result(self, value: ir.Value, fake: Any) -> ir.Value:
-        if isinstance(fake, torch.Tensor):
+    def _result(self, value: Any, fake: Any) -> Any:
+        if is_complex(fake):
+            return self._complex_result(value, part_of(fake))
+        if isinstance(value, Complex):
+            value = value.real
+        if isinstance(fake, (torch.Tensor, Part)):
             wanted = to_ir(fake.dtype)
             if value.dtype is None:
                 value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
             if value.dtype != wanted:
                 value = self.op.Cast(value, to=wanted)
         return self._stamp(value, fake)
+
+    def _complex_result(self, value: Any, part: Part) -> Complex:
+        """The result of a complex dtype; one that is real arrives as `ir.Value`, a constant as a number."""
+        if isinstance(value, ir.Value):
+            return from_real(self.op, self._result(value, part))
+        if not isinstance(value, Complex):
+            return as_complex(self.op, value, to_ir(part.dtype))
+        together = value.together if to_ir(part.dtype) == value.dtype else None
+        return Complex(self._result(value.real, part), self._result(value.imag, part), value.is_real, together)
 
     def _stamp(self, value: ir.Value, fake: Any) -> ir.Value:
         """Writes what the fake value knows about dtype and shape on an ONNX value."""
@@ -313,14 +374,14 @@ class GraphLowering:
         return value
 
     def _type_of(self, fake: Any) -> tuple[ir.DataType, ir.Shape]:
-        if isinstance(fake, torch.Tensor):
+        if isinstance(fake, (torch.Tensor, Part)):
             kind = carrier(fake.dtype)
             if kind is None:
                 raise LoweringError(f"tensors of dtype {fake.dtype} cannot be handed to ONNX Runtime")
             shape = symbolic.shape(fake.shape, kind.extra_dims)
             for size, one in zip(fake.shape, shape):
                 if isinstance(one, ir.SymbolicDim) and one.value is not None:
-                    self._hints[one.value] = size.node.hint  # type: ignore[attr-defined]
+                    self._hints[one.value] = size.node.hint  # type: ignore[union-attr]
             return kind.dtype, shape
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])
@@ -348,8 +409,8 @@ class GraphLowering:
         for leaf in torch.utils._pytree.tree_leaves(fake):
             if isinstance(leaf, torch.Tensor):
                 self._type_of(leaf)
-        args, kwargs = self._arguments(node)
-        fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), ir.Value)]
+        args, kwargs = self._arguments(node, self.value)
+        fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), (ir.Value, Complex))]
         if is_collective(node):
             values, call = self._in_random_order(waited(node.target), title, tuple(args), kwargs, fake, fakes)
         elif is_random(node) or has_effect(node):
@@ -387,7 +448,7 @@ class GraphLowering:
     # -- other kinds of node
 
     def _item(self, node: fx.Node) -> Any:
-        values, index = self.value(node.args[0]), node.args[1]
+        values, index = self._held(node.args[0]), node.args[1]  # type: ignore[arg-type]
         return values[index]
 
     def _attribute(self, node: fx.Node) -> ir.Value:
@@ -438,7 +499,9 @@ class GraphLowering:
             self.bind(node, self._stamp(self._write_symbolic(node), fake))
 
     def _write_symbolic(self, node: fx.Node) -> ir.Value:
-        args: list[Any] = [fx.map_arg(arg, self.value) for arg in node.args]
+        args: list[Any] = [fx.map_arg(arg, self._operand) for arg in node.args]
+        if isinstance(args[0], Complex):
+            args[0] = args[0].real
         if node.target is aten.sym_size.int:
             return symbolic.size_of(self.op, *args)
         if node.target is aten.sym_numel.default:

@@ -15,12 +15,14 @@ from torch import fx
 
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
+from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
 _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default}
 
 
 def pytorch_may_run(target: OrtTarget) -> bool:
@@ -43,6 +45,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "asked for"
     if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
         return _long_attention(node)
+    if node.target in _TRANSFORMS:
+        return _large_transform(node)
     known = FASTER_IN_PYTORCH.get(operator_class(node))
     if known is None:
         return None
@@ -64,6 +68,21 @@ def _long_attention(node: fx.Node) -> str | None:
     length = length if isinstance(length, int) else length.node.hint
     shortest = 512 if node.target is _ATTENTION or given.get("is_causal") else 1024
     return f"{length} x {length} probabilities are too many to keep" if length is not None and length > shortest else None
+
+
+def _large_transform(node: fx.Node) -> str | None:
+    """A Fourier transform, which on ONNX Runtime is a product with a matrix, of a long one two.
+
+    Measured with `rfftn` and `irfftn` around a product: products of at most 64 are as fast as PyTorch's transforms inside a PythonOp, and at any
+    length those of few elements. For a symbolic length the matrix is made in every run.
+    """
+    fakes = [one.meta["val"] for one in (node.args[0], node)]  # type: ignore[union-attr]
+    real = max(fakes, key=lambda fake: _elements(fake) or 0)
+    lengths = [real.shape[d] for d in node.args[1]]  # type: ignore[union-attr]
+    longest = max(hint(size) for size in lengths)
+    if longest <= 64 or ((_elements(real) or 0) <= 32768 and (longest <= 256 or all(isinstance(size, int) for size in lengths))):
+        return None
+    return "PyTorch's transforms are faster at this size"
 
 
 def operator_class(node: fx.Node) -> str:
@@ -94,7 +113,7 @@ def size_of(node: fx.Node) -> int | None:
     """Elements of the largest tensor among the node's inputs and results; None if that is unknown, or not all of them are float32."""
     leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.is_floating_point() and tensor.dtype != torch.float32 for tensor in tensors):
+    if any(tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32) for tensor in tensors):
         return None
     sizes = [_elements(tensor) for tensor in tensors]
     return None if not sizes or None in sizes else max(size for size in sizes if size is not None)

@@ -19,10 +19,15 @@ def promoted_dtype(lowering: Lowering, node: fx.Node) -> torch.dtype | None:
         return torch.bool
     if lowering.promote == "output":
         fake = node.meta["val"]
-        return (fake[0] if isinstance(fake, (tuple, list)) else fake).dtype
+        return _real((fake[0] if isinstance(fake, (tuple, list)) else fake).dtype)
     named = zip(node.target._schema.arguments, node.args)  # type: ignore[union-attr]
-    common = _common_dtype([_fake(arg) for argument, arg in named if argument.name not in lowering.keep])
+    common = _real(_common_dtype([_fake(arg) for argument, arg in named if argument.name not in lowering.keep]))
     return torch.int32 if common == torch.bool else common
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a complex dtype's parts; others as they are."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def check_storage(lowering: Lowering, node: fx.Node) -> None:

@@ -36,6 +36,8 @@ class Lowering:
         any_dtype: The operator only moves data, so that no dtype needs a cast to compute in.
         whole_storage: Names of the arguments whose memory the operator addresses by strides: the lowering is for tensors that are
             contiguous and all of their storage, so that the memory is the elements in order.
+        linear: Where a lowering of real numbers serves complex ones: the arguments whose real parts give the result's real
+            part, and whose imaginary parts its imaginary part.
     """
 
     target: torch._ops.OpOverload | str
@@ -45,9 +47,13 @@ class Lowering:
     keep: frozenset[str] = frozenset()
     any_dtype: bool = False
     whole_storage: frozenset[str] = frozenset()
+    linear: frozenset[str] | None = None
 
 
 _table: dict[torch._ops.OpOverload | str, list[Lowering]] = {}
+# The same for calls with complex tensors, and the operators whose lowerings of real numbers serve those.
+_complex: dict[torch._ops.OpOverload, Lowering] = {}
+_linear: dict[torch._ops.OpOverload, frozenset[str]] = {}
 
 
 def register(
@@ -80,6 +86,59 @@ def register(
         return function
 
     return add
+
+
+def register_complex(*targets: torch._ops.OpOverload, promote: Promote | None = None, keep: tuple[str, ...] = ()) -> Callable[[Function], Function]:
+    """Registers a function as the lowering of operators where an argument or the result is complex.
+
+    It gets complex tensors as `complex_numbers.Complex`, real ones as `onnx_ir.Value`, and returns likewise; `promote` is about their parts.
+
+    Raises:
+        ValueError: a target has such a lowering already.
+    """
+
+    def add(function: Function) -> Function:
+        for target in targets:
+            if target in _complex or target in _linear:
+                raise ValueError(f"{target} already has a lowering of complex numbers")
+            _complex[target] = Lowering(target, function, promote=promote, keep=frozenset(keep))
+        return function
+
+    return add
+
+
+def register_linear(*targets: torch._ops.OpOverload, linear: tuple[str, ...]) -> None:
+    """Says that the lowerings of these operators serve complex tensors, once for the real and once for the imaginary parts.
+
+    Args:
+        targets: The operators.
+        linear: Names of the arguments (tensors, lists of tensors, numbers) that have such parts. All others are the same for both.
+
+    Raises:
+        ValueError: a target has a lowering of complex numbers already.
+    """
+    for target in targets:
+        if target in _complex or target in _linear:
+            raise ValueError(f"{target} already has a lowering of complex numbers")
+        _linear[target] = frozenset(linear)
+
+
+def find_complex(target: object, ort: OrtTarget) -> Iterator[Lowering]:
+    """The lowerings of `target` for complex numbers, best first; one with `linear` is for their parts."""
+    load()
+    if not isinstance(target, torch._ops.OpOverload):
+        return
+    if target in _complex:
+        yield _complex[target]
+    elif target in _linear:
+        for lowering in find(target, ort):
+            yield dataclasses.replace(lowering, linear=_linear[target])
+
+
+def registered_complex() -> tuple[dict[torch._ops.OpOverload, Lowering], dict[torch._ops.OpOverload, frozenset[str]]]:
+    """Every lowering of complex numbers by operator, and the operators whose lowerings of real numbers serve them, with their linear arguments."""
+    load()
+    return dict(_complex), dict(_linear)
 
 
 def find(target: object, ort: OrtTarget) -> Iterator[Lowering]:

@@ -293,6 +293,10 @@ def unfold_backward(op: Any, grad_in: ir.Value, input_sizes: Sequence[Size], dim
         return op.Reshape(grad_in, int64s(op, []))
     at = dim % len(input_sizes)
     rows = op.Reshape(_windows(op, input_sizes[at], size, step), int64s(op, [-1, 1]))
+    if any(dim_name(grad_in, i) == 1 != name_of(part) for i, part in enumerate(input_sizes) if i != at):
+        # One row of windows for all, as `istft` has it.
+        windows = op.Shape(grad_in, start=at, end=at + 1)
+        grad_in = op.Expand(grad_in, op.Concat(*_around(op, input_sizes, at, windows), int64s(op, [size]), axis=0))
     # Windows first, so that every position of the axis is a row that gradients are added to.
     order = [at, len(input_sizes), *(i for i in range(len(input_sizes)) if i != at)]
     others = [part for i, part in enumerate(input_sizes) if i != at]
@@ -301,3 +305,9 @@ def unfold_backward(op: Any, grad_in: ir.Value, input_sizes: Sequence[Size], dim
     total = op.ScatterND(zeros, rows, updates, reduction="add")
     back = [*range(1, at + 1), 0, *range(at + 1, len(input_sizes))]
     return total if at == 0 else op.Transpose(total, perm=back)
+
+
+def _around(op: Any, sizes: Sequence[Size], at: int, middle: ir.Value) -> list[ir.Value]:
+    """Sizes as 1-d tensors to join, one of them replaced."""
+    before, behind = sizes[:at], sizes[at + 1 :]
+    return [*([as_vector(op, before)] if before else []), middle, *([as_vector(op, behind)] if behind else [])]

@@ -157,7 +157,7 @@ def _difference(case: Case, info: OpInfo, chosen: Sequence[Sample], actual: Resu
         tolerances = tolerance_of(info, case.name, dtype)
         for j, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             message = _unequal(case, one, other, tolerances)
-            if message and _is_float(one, other) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+            if message and _is_float(one, other) and dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64):
                 exact = in_eager(REFERENCES.get(case.name, info.op), chosen, torch.float64) if exact is None else exact
                 message = "" if _as_good(one, other, exact[i][j], tolerances) else message
             if message:
@@ -166,7 +166,15 @@ def _difference(case: Case, info: OpInfo, chosen: Sequence[Sample], actual: Resu
 
 
 def _is_float(one: Any, other: Any) -> bool:
-    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.is_floating_point()
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype == other.dtype and _has_fractions(one)
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _widest(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _what(j: int, theirs: list[Any], other: Any) -> str:
@@ -188,10 +196,11 @@ def _unequal(case: Case, one: Any, other: Any, tolerances: tuple[float, float]) 
 
 
 def _as_good(one: torch.Tensor, other: torch.Tensor, exact: Any, tolerances: tuple[float, float]) -> bool:
-    if not isinstance(exact, torch.Tensor) or exact.shape != other.shape or not exact.is_floating_point():
+    if not isinstance(exact, torch.Tensor) or exact.shape != other.shape or exact.is_complex() != other.is_complex() or not _has_fractions(exact):
         return False
-    mine, theirs = (one.double() - exact).abs(), (other.double() - exact).abs()
-    settled = torch.isclose(one.double(), other.double(), rtol=tolerances[0], atol=tolerances[1], equal_nan=True)
+    one, other = _widest(one), _widest(other)
+    mine, theirs = (one - exact).abs(), (other - exact).abs()
+    settled = torch.isclose(one, other, rtol=tolerances[0], atol=tolerances[1], equal_nan=True)
     return bool((settled | (mine <= theirs + tolerances[1] + tolerances[0] * exact.abs())).all())
 
 

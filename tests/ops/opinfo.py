@@ -31,7 +31,7 @@ class Outcome:
 
 
 def in_eager(operator: Callable[..., Any], chosen: Sequence[Sample], dtype: torch.dtype | None = None) -> Results:
-    """What the samples give in eager PyTorch; `dtype`: with the floating-point tensors cast to it."""
+    """What the samples give in eager PyTorch; `dtype`: with the floating-point tensors cast to it, complex ones to its complex dtype."""
     return _results_and_gradients(Program(operator, [sample.given for sample in chosen]), dtype=dtype)
 
 
@@ -68,8 +68,8 @@ def _results_and_gradients(
 
 def _input(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     made = tensor.detach().clone()
-    if dtype is not None and made.is_floating_point():
-        made = made.to(dtype)
+    if dtype is not None and (made.is_floating_point() or made.is_complex()):
+        made = made.to(dtype.to_complex() if made.is_complex() else dtype)
     return made.requires_grad_(tensor.requires_grad)
 
 

@@ -20,6 +20,8 @@ def _lowerings() -> Iterator[Any]:
         for lowering in lowerings:
             requires = "+".join(lowering.requires)
             yield pytest.param(lowering, id=f"{target}[{requires}]" if requires else str(target))
+    for target, lowering in registry.registered_complex()[0].items():
+        yield pytest.param(lowering, id=f"{target}[complex]")
 
 
 @pytest.mark.parametrize("lowering", list(_lowerings()))
@@ -57,6 +59,19 @@ def test_named_arguments_exist(lowering: Lowering) -> None:
 def test_every_lowering_says_what_it_lowers() -> None:
     undocumented = [str(target) for target, lowerings in registry.registered().items() for one in lowerings if not one.function.__doc__]
     assert not undocumented
+
+
+@pytest.mark.parametrize(("target", "linear"), [pytest.param(*one, id=str(one[0])) for one in registry.registered_complex()[1].items()])
+def test_linear_arguments_are_those_of_a_lowering(target: Any, linear: frozenset[str]) -> None:
+    assert target in registry.registered()
+    assert not linear or linear & {argument.name for argument in target._schema.arguments}
+
+
+def test_a_second_lowering_of_complex_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="already has a lowering of complex numbers"):
+        registry.register_complex(aten.neg.default)(lambda op, self: self)
+    with pytest.raises(ValueError, match="already has a lowering of complex numbers"):
+        registry.register_linear(aten.mul.Tensor, linear=("self",))
 
 
 def test_a_duplicate_is_refused() -> None:

@@ -62,5 +62,9 @@ def _run(function: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
     gradients: Sequence[Any] = []
     if differentiable and wanted:
         torch.manual_seed(1)
-        gradients = torch.autograd.grad(differentiable, wanted, [torch.randn(one.shape).to(one.dtype) for one in differentiable], allow_unused=True)
+        gradients = torch.autograd.grad(differentiable, wanted, [_tangent(one) for one in differentiable], allow_unused=True)
     return [one.detach() if isinstance(one, torch.Tensor) else one for one in (*results, *gradients)]
+
+
+def _tangent(result: torch.Tensor) -> torch.Tensor:
+    return torch.randn(result.shape, dtype=torch.complex64 if result.is_complex() else torch.float32).to(result.dtype)
