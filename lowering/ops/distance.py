@@ -10,6 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import rank, sizes
 from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.ops.reduction import euclidean_norm
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ def cdist_forward(op: Any, x1: ir.Value, x2: ir.Value, p: float, compute_mode: i
     if p == 1:
         return op.ReduceL1(apart, last, keepdims=0)
     if p == 2:
-        return op.ReduceL2(apart, last, keepdims=0)
+        return euclidean_norm(op, apart, [rank(apart) - 1], keepdim=False)
     if math.isinf(p):
         return op.ReduceMax(op.Abs(apart), last, keepdims=0)
     return op.Pow(op.ReduceSum(op.Pow(op.Abs(apart), scalar_like(op, p, apart)), last, keepdims=0), scalar_like(op, 1 / p, apart))

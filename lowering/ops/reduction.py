@@ -329,7 +329,7 @@ def linalg_vector_norm(
     if rank(self) == 0 and ord != 0:
         return op.Abs(self)
     if ord == 2:
-        return _reduce(op, "ReduceL2", self, at, keepdim)
+        return euclidean_norm(op, self, at, keepdim)
     if ord == 1:
         return _reduce(op, "ReduceL1", self, at, keepdim)
     if ord == 0:
@@ -340,6 +340,13 @@ def linalg_vector_norm(
         return _extreme(op, "ReduceMax" if ord > 0 else "ReduceMin", absolute, at, keepdim)
     powers = _typed(op.Pow(absolute, scalar_like(op, ord, self)), self)
     return op.Pow(_reduce(op, "ReduceSum", powers, at, keepdim), scalar_like(op, 1 / ord, self))
+
+
+def euclidean_norm(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    """The 2-norm along axes. ONNX writes ReduceL2 of float64, for which ORT's CPU provider has no kernel, with a root in float32 (opset 18)."""
+    if value.dtype == ir.DataType.DOUBLE:
+        return op.Sqrt(_reduce(op, "ReduceSumSquare", value, at, keepdim))
+    return _reduce(op, "ReduceL2", value, at, keepdim)
 
 
 @register(aten.dist.default, promote="output")
