@@ -213,7 +213,8 @@ def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Val
 def index_add(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Value, alpha: Scalar | ir.Value = 1) -> ir.Value:
     """index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor"""
     if isinstance(alpha, ir.Value) or alpha != 1:
-        source = op.Mul(source, scalar_like(op, alpha, source))
+        times = op.And if source.dtype == ir.DataType.BOOL else op.Mul
+        source = times(source, scalar_like(op, alpha, source))
     return put_rows(op, self, dim, index, source, "add")
 
 
