@@ -37,7 +37,7 @@ from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
-from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.passes.effects import DROPPED, has_effect
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
@@ -49,14 +49,6 @@ log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
-# Checks of the tracer with no result: Dynamo's guards have made them.
-DROPPED = {
-    "aten::_assert_async",
-    "aten::_assert_scalar",
-    "aten::_assert_tensor_metadata",
-    "aten::sym_constrain_range",
-    "aten::sym_constrain_range_for_size",
-}
 # Behind each collective of `torch.distributed` in a graph.
 _WAIT = "_c10d_functional::wait_tensor"
 # Results that are their first argument: nothing in a functional graph sees the difference.

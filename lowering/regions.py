@@ -19,10 +19,10 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
-from ort_backend.lowering.graph import DROPPED, GraphLowering
+from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.partition import is_random, shares_memory
-from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.passes.effects import DROPPED, has_effect
 from ort_backend.lowering.provenance import operator_name
 from ort_backend.target import OrtTarget
 

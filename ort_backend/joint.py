@@ -19,7 +19,7 @@ from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, in
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
-from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
+from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -55,7 +55,7 @@ def lower_joint(
     `rewrite` sees the result first; it keeps inputs, outputs and the `YieldOp`.
     """
     graph = module.graph
-    unwrap_effects(graph)
+    mark_effects(graph)
     drop_relayouts(graph)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
@@ -94,7 +94,7 @@ def lower_inference(
     graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
 ) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
-    unwrap_effects(graph)
+    mark_effects(graph)
     drop_relayouts(graph)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

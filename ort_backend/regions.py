@@ -24,7 +24,7 @@ from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.partition import dependencies
-from ort_backend.lowering.passes.effects import has_effect, unwrap_effects
+from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
@@ -85,7 +85,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
         LoweringError: `strict` is set and a node does not run on ONNX Runtime.
     """
     graph = module.graph
-    unwrap_effects(graph)
+    mark_effects(graph)
     drop_relayouts(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

@@ -1,4 +1,4 @@
-"""Operators with effects, such as the error checks behind `torch.linalg.inv`, without the tokens that AOTAutograd threads through them.
+"""Operators with effects: checks such as `torch._assert_async`, and those that AOTAutograd threads a token through (`torch.linalg.inv`'s check).
 
 Order is kept as it is for random draws (`graph.GraphLowering`): from one such node to the next.
 """
@@ -10,9 +10,17 @@ import operator
 import torch
 from torch import fx
 
+from ort_backend.lowering.provenance import operator_name
 
-def unwrap_effects(graph: fx.Graph) -> None:
-    """Replaces `with_effects(token, op, *args)` by `op(*args)`, in place; tokens pass through."""
+# Checks of the tracer, which Dynamo's guards have made: nothing runs them.
+DROPPED = {"aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
+
+
+def mark_effects(graph: fx.Graph) -> None:
+    """Marks the nodes that have effects, in place, and replaces `with_effects(token, op, *args)` by `op(*args)`; tokens pass through."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns and operator_name(node.target) not in DROPPED:
+            node.meta["effect"] = True
     wrapper = getattr(torch.ops.higher_order, "with_effects", None)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not wrapper or not isinstance(node.args[1], torch._ops.OpOverload):

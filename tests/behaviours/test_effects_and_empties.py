@@ -49,3 +49,36 @@ def test_an_operator_of_constants_alone_runs_at_every_call() -> None:
     compiled = torch.compile(lambda x: x * counted(torch.tensor([1.0, 2.0])), backend="ort_training")
     results = [compiled(torch.ones(2)) for _ in range(3)]
     assert [int(result[0]) for result in results] == [len(calls) - 1, len(calls), len(calls) + 1]
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="one_hot checks its classes in the graph since 2.13")
+def test_a_class_out_of_range_is_an_error_in_one_hot() -> None:
+    weight = torch.randn(5, 3, requires_grad=True)
+
+    def function(classes: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(classes, 5).float() @ weight
+
+    compiled = torch.compile(function, backend="ort_training", fullgraph=True)
+    classes = torch.tensor([0, 4, 2])
+    got, want = (torch.autograd.grad(one(classes).square().sum(), weight)[0] for one in (compiled, function))
+    torch.testing.assert_close(got, want)
+    for one in (compiled, function):
+        with pytest.raises(RuntimeError, match="smaller than num_classes"):
+            one(torch.tensor([0, 5, 2]))
+    torch.testing.assert_close(compiled(classes), function(classes))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_assertion_in_the_graph_holds(dynamic: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x > 0).all(), "must be positive")
+        return x.exp()
+
+    compiled = torch.compile(function, backend="ort_training", fullgraph=True, dynamic=dynamic)
+    x = torch.rand(3, requires_grad=True)
+    compiled(x).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp())
+    with pytest.raises(RuntimeError, match="must be positive"):
+        compiled(-x.detach())
+    with pytest.raises(RuntimeError, match="must be positive"):
+        compiled(-x)
