@@ -196,12 +196,17 @@ def _unequal(case: Case, one: Any, other: Any, tolerances: tuple[float, float]) 
 
 
 def _as_good(one: torch.Tensor, other: torch.Tensor, exact: Any, tolerances: tuple[float, float]) -> bool:
+    """Whether each value is eager's or as near to the exact one as eager's; or all of them are as near, on average and at worst."""
     if not isinstance(exact, torch.Tensor) or exact.shape != other.shape or exact.is_complex() != other.is_complex() or not _has_fractions(exact):
         return False
     one, other = _widest(one), _widest(other)
     mine, theirs = (one - exact).abs(), (other - exact).abs()
+    if not exact.is_complex():  # an overflow of eager's excuses no distance from a finite value
+        theirs = torch.where(exact.isfinite() & ~other.isfinite(), 0.0, theirs)
     settled = torch.isclose(one, other, rtol=tolerances[0], atol=tolerances[1], equal_nan=True)
-    return bool((settled | (mine <= theirs + tolerances[1] + tolerances[0] * exact.abs())).all())
+    if (settled | (mine <= theirs + tolerances[1] + tolerances[0] * exact.abs())).all():
+        return True
+    return bool(mine.mean() <= theirs.mean() and mine.max() <= theirs.max())
 
 
 def tolerance_of(info: OpInfo, name: str, dtype: torch.dtype) -> tuple[float, float]:
