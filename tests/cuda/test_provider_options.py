@@ -1,0 +1,133 @@
+"""What ONNX Runtime's CUDA provider is told: PyTorch's flags, device, memory and stream. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ort_backend.runtime import cuda
+from ort_backend.runtime.cuda import Allocator, Fence, Numerics
+
+NUMERICS = Numerics(tf32=False, algorithms="HEURISTIC")
+ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
+
+
+@pytest.fixture(autouse=True)
+def _flags() -> Iterator[None]:
+    matmul, convolution = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = matmul, convolution
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("matmul", "convolution", "products", "convolutions", "allowed"),
+    [
+        ("ieee", "tf32", True, False, False),
+        ("ieee", "tf32", False, True, True),
+        ("tf32", "ieee", True, False, True),
+        ("tf32", "ieee", True, True, False),
+        ("tf32", "tf32", True, True, True),
+        ("none", "tf32", True, False, False),
+    ],
+)
+def test_tf32_needs_every_flag_that_concerns_the_graph(matmul: str, convolution: str, products: bool, convolutions: bool, allowed: bool) -> None:
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = matmul, convolution
+    assert Numerics.now(products=products, convolutions=convolutions).tf32 is allowed
+
+
+def test_tf32_follows_the_older_switch_too() -> None:
+    torch.set_float32_matmul_precision("high")
+    assert Numerics.now(products=True, convolutions=False).tf32
+    torch.set_float32_matmul_precision("highest")
+    assert not Numerics.now(products=True, convolutions=False).tf32
+
+
+def test_convolution_algorithms_follow_cudnn_flags() -> None:
+    assert Numerics.now(products=False, convolutions=True).algorithms == "HEURISTIC"
+    torch.backends.cudnn.benchmark = True
+    assert Numerics.now(products=False, convolutions=True).algorithms == "EXHAUSTIVE"
+    torch.use_deterministic_algorithms(True)
+    assert Numerics.now(products=False, convolutions=True).algorithms == "DEFAULT"
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = True
+    assert Numerics.now(products=False, convolutions=True).algorithms == "DEFAULT"
+
+
+def test_memory_is_torch_s_and_the_stream_with_it() -> None:
+    options = cuda.provider_options(1, NUMERICS, ALLOCATOR, {})
+    assert options == {
+        "device_id": "1",
+        "use_tf32": "0",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "gpu_external_alloc": "11",
+        "gpu_external_free": "12",
+        "gpu_external_empty_cache": "13",
+    }
+
+
+def test_an_arena_of_the_user_s_works_on_the_default_stream() -> None:
+    """Without a stream ONNX Runtime would make one that does not wait for PyTorch's. With both, it refuses."""
+    options = cuda.provider_options(0, NUMERICS, ALLOCATOR, {"gpu_mem_limit": 1 << 30})
+    assert options["gpu_mem_limit"] == str(1 << 30)
+    assert options["user_compute_stream"] == "1"
+    assert "gpu_external_alloc" not in options
+
+
+def test_a_stream_of_the_user_s_stays() -> None:
+    options = cuda.provider_options(0, NUMERICS, ALLOCATOR, {"user_compute_stream": 4096})
+    assert options["user_compute_stream"] == "4096"
+    assert "gpu_external_alloc" not in options
+
+
+def test_the_user_s_options_come_last() -> None:
+    assert cuda.provider_options(0, NUMERICS, ALLOCATOR, {"use_tf32": 1})["use_tf32"] == "1"
+
+
+def test_callbacks_call_python_and_a_refusal_is_a_null_pointer() -> None:
+    freed: list[int] = []
+    emptied: list[bool] = []
+
+    def allocate(size: int) -> int:
+        if size > 100:
+            raise torch.OutOfMemoryError("too much")
+        return 4096 + size
+
+    made, kept = cuda.callbacks(allocate, freed.append, lambda: emptied.append(True))
+    alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(made.alloc)
+    assert alloc(5) == 4101
+    assert cuda.take_failure() is None
+    assert alloc(101) is None
+    assert isinstance(cuda.take_failure(), torch.OutOfMemoryError)
+    assert cuda.take_failure() is None
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.free)(4101)
+    ctypes.CFUNCTYPE(None)(made.empty_cache)()
+    assert freed == [4101] and emptied == [True]
+    assert kept
+
+
+class _Stream:
+    def __init__(self, name: str, events: list[Any]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.events.append((self.name, "waits for", other.name))
+
+
+def test_a_fence_orders_the_streams_in_both_directions() -> None:
+    events: list[Any] = []
+    fence = Fence(_Stream("current", events), _Stream("default", events))  # type: ignore[arg-type]
+    fence.to_onnxruntime()
+    fence.to_torch()
+    assert events == [("default", "waits for", "current"), ("current", "waits for", "default")]
+
+
+def test_there_is_no_fence_on_the_default_stream() -> None:
+    with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True):
+        assert Fence.of(0) is None
