@@ -97,6 +97,8 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str
         return provider == "CPUExecutionProvider" and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)
     if any(v is not None and v.dtype is None for v in node.inputs):
         return True
+    if provider == "CUDAExecutionProvider" and not _reduces_rightly_on_cuda(node):
+        return False
     # A kernel exists for dtypes, whatever the ranks: nodes that differ in rank only share one probe.
     key = (node.domain, node.op_type, tuple(None if v is None else v.dtype for v in node.inputs), _decisive(node), provider, opset, libraries)
     if key not in _probed:
@@ -105,6 +107,20 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str
 
 
 _probed: dict[tuple[Any, ...], bool] = {}
+
+# The CUDA provider registers these kernels for every dtype. With a reduction, ScatterND refuses all others when it runs, and ScatterElements computes
+# on a floating-point type of the same size (read in 1.19.2: `ScatterNDImplReduction`, `ScatterElements::ComputeInternal`).
+_SCATTERS_ON_CUDA = {
+    "ScatterND": {ir.DataType.FLOAT, ir.DataType.FLOAT16},
+    "ScatterElements": {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE, ir.DataType.INT8},
+}
+
+
+def _reduces_rightly_on_cuda(node: ir.Node) -> bool:
+    reduction = node.attributes.get("reduction")
+    if node.domain or node.op_type not in _SCATTERS_ON_CUDA or reduction is None or reduction.as_string() == "none":
+        return True
+    return node.inputs[0] is not None and node.inputs[0].dtype in _SCATTERS_ON_CUDA[node.op_type]
 
 
 def _decisive(node: ir.Node) -> tuple[Any, ...]:

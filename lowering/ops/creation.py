@@ -21,7 +21,7 @@ Size = int | ir.Value
 Number = bool | int | float | ir.Value
 _CONSTANT_UP_TO = 4096  # elements; a longer sequence is computed by the session
 
-# ONNX Runtime fills no bfloat16 tensors; the loop over the graph casts the result.
+# ONNX Runtime fills no bfloat16 tensors.
 _FILLED_AS = {ir.DataType.BFLOAT16: ir.DataType.FLOAT}
 
 
@@ -38,7 +38,8 @@ def _dtype(dtype: torch.dtype | None, value: Number) -> ir.DataType:
 
 def filled(op: Any, shape: ir.Value | Sequence[Size], value: Number, dtype: ir.DataType) -> ir.Value:
     """A tensor of one value. `shape`: its sizes, or a 1-d int64 value that holds them."""
-    dtype = _FILLED_AS.get(dtype, dtype)
+    if dtype in _FILLED_AS:
+        return op.Cast(filled(op, shape, value, _FILLED_AS[dtype]), to=dtype)
     if not isinstance(shape, ir.Value):
         if not shape:
             return op.Cast(value, to=dtype) if isinstance(value, ir.Value) else constant(op, value, dtype)
