@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime import cuda
+from ort_backend.runtime import arena, cuda
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
@@ -67,6 +68,8 @@ class SessionConfig:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if self.provider == "CPUExecutionProvider":
+            arena.use_shared(options)
         if self.optimized_path is not None:
             options.optimized_model_filepath = self.optimized_path
         for name, value in self.session_options.items():
@@ -171,7 +174,9 @@ class Session:
 
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
-        self._open = None
+        if self._open is not None:
+            self._open = None
+            arena.shrink()
 
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
@@ -186,6 +191,8 @@ class Session:
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
             registration.release()
+        if getattr(self, "_open", None) is not None and not sys.is_finalizing():
+            self.close()
 
 
 def _harmful_optimizers(model: ir.Model) -> list[str]:
