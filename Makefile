@@ -3,6 +3,7 @@
 #   make test    run the tests, with onnxruntime-training and with the plain onnxruntime
 #   make test-all   run every operator of PyTorch's operator database (hours); ARGS="--match REGEX", --kinds, --sizes, --json FILE --resume
 #   make lint    ruff and mypy
+#   make gpu-check   on a machine with a GPU: smoke, pytest -m cuda, benchmarks, into out/gpu/gpu.{json,md}; PYTHON_GPU=interpreter, see tools/gpu_check.py
 #   make benchmark   measure three models in eager PyTorch, inductor and on ONNX Runtime (a few minutes)
 PYTHON ?= python3.11
 VENV ?= .venv
@@ -15,13 +16,19 @@ PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function te
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
 
-.PHONY: train benchmark test test-plain test-training test-all lint format clean
+PYTHON_GPU ?= $(VENV)/bin/python
+
+.PHONY: train benchmark gpu-check test test-plain test-training test-all lint format clean
 
 train: $(VENV)/installed-examples
 	$(VENV)/bin/python examples/train_gpt.py $(ARGS)
 
 benchmark: $(VENV)/installed-benchmarks
 	$(VENV)/bin/python -m benchmarks run --quick $(ARGS)
+
+# An interpreter that is given is taken as it is: a machine with a GPU may have no network.
+gpu-check: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/installed-dev)
+	$(PYTHON_GPU) tools/gpu_check.py $(ARGS)
 
 # Twice: with the training kernels, and a part of the tests with the plain onnxruntime, which has none.
 test: test-plain test-training

@@ -3,7 +3,7 @@
     python -m benchmarks run                                   # everything
     python -m benchmarks run --quick                           # three small models
     python -m benchmarks run --models gpt bert --no-compile    # step times only
-    python -m benchmarks run --device cuda                     # float32, and bfloat16 autocast
+    python -m benchmarks run --device cuda                     # models of real sizes, float32, and bfloat16 autocast
 
 Writes results.json, report.md with its plots, and table.md (a table for the README). The exit status is 1 if a backend failed, or computed
 another loss or gradient than eager. Single questions have scripts of their own: python -m benchmarks.{kernels,layers,shapes,overhead,kept}.
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks import plots, report, suite
-from benchmarks.models import DEFAULT, QUICK, WORKLOADS
+from benchmarks.models import DEFAULT, LARGE, QUICK, WORKLOADS
 from benchmarks.training import BACKENDS, REFERENCE
 
 
@@ -31,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_subparsers(dest="action", required=True).add_parser("run", help="measure, and write the report")
     run.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and fewer rounds")
-    run.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=f"from {', '.join(DEFAULT)}")
+    run.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=f"from {', '.join(DEFAULT)}; on CUDA: {', '.join(LARGE)}")
     run.add_argument("--backends", nargs="+", default=BACKENDS, metavar="BACKEND", help=f"default: {' '.join(BACKENDS)}; eager always runs")
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     run.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="default: float32; on CUDA bfloat16 autocast as well")
@@ -45,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def settings_of(arguments: argparse.Namespace) -> suite.Settings:
     """What the command line asks for."""
     return suite.Settings(
-        models=tuple(arguments.models or (QUICK if arguments.quick else DEFAULT)),
+        models=tuple(arguments.models or (QUICK if arguments.quick else LARGE if arguments.device == "cuda" else DEFAULT)),
         backends=tuple(dict.fromkeys((REFERENCE, *arguments.backends))),
         device=arguments.device,
         dtypes=tuple(arguments.dtypes or (("float32", "bfloat16") if arguments.device == "cuda" else ("float32",))),

@@ -211,22 +211,22 @@ def _pictures(batch: int, size: int, classes: int) -> Batch:
     return {"pixel_values": torch.randn(batch, 3, size, size), "labels": torch.randint(0, classes, (batch,))}
 
 
-def bert(layers: int = 6, width: int = 384, batch: int = 4, length: int = 128) -> Made:
+def bert(layers: int = 6, width: int = 384, batch: int = 4, length: int = 128, head: int = 32, vocabulary: int = 4000) -> Made:
     """The sizes of MiniLM."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 32, "intermediate_size": 4 * width}
-    config = BertConfig(vocab_size=4000, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
-    return BertForMaskedLM(config), lambda: _tokens(4000, batch, length, "input_ids", "labels")
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // head, "intermediate_size": 4 * width}
+    config = BertConfig(vocab_size=vocabulary, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes)
+    return BertForMaskedLM(config), lambda: _tokens(vocabulary, batch, length, "input_ids", "labels")
 
 
-def llama(layers: int = 4, width: int = 256, batch: int = 4, length: int = 128) -> Made:
-    """RMSNorm, rotary embeddings, SwiGLU; four heads of queries share two of keys."""
+def llama(layers: int = 4, width: int = 256, batch: int = 4, length: int = 128, heads: int = 4, vocabulary: int = 4000) -> Made:
+    """RMSNorm, rotary embeddings, SwiGLU; two heads of queries share one of keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=4000, hidden_size=width, num_hidden_layers=layers, intermediate_size=4 * width, use_cache=False, **heads)
-    return LlamaForCausalLM(config), lambda: _tokens(4000, batch, length, "input_ids", "labels")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "intermediate_size": 4 * width}
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, use_cache=False, **sizes)
+    return LlamaForCausalLM(config), lambda: _tokens(vocabulary, batch, length, "input_ids", "labels")
 
 
 def t5(layers: int = 3, width: int = 256, batch: int = 4, length: int = 96) -> Made:
@@ -283,6 +283,16 @@ _ALL = (
     Workload("unet", "32 to 128 channels, 2 images of 64 x 64", unet),
     Workload("test", "a few weights, for the tests of this suite", lambda: mlp(16, 1, 4)),
 )
-WORKLOADS = {workload.name: workload for workload in _ALL}
+# Real sizes, for a GPU.
+_LARGE = (
+    Workload("gpt2-small", "12 layers, d = 768, 8 x 1024 tokens", lambda: gpt(12, 768, 8, 1024, vocabulary=50304)),
+    Workload("gpt2-medium", "24 layers, d = 1024, 4 x 1024 tokens", lambda: gpt(24, 1024, 4, 1024, vocabulary=50304)),
+    Workload("bert-base", "12 layers, d = 768, 32 x 256 tokens", lambda: bert(12, 768, 32, 256, head=64, vocabulary=30522)),
+    Workload("llama-300m", "16 layers, d = 1024, GQA, 4 x 1024 tokens", lambda: llama(16, 1024, 4, 1024, heads=16, vocabulary=32000)),
+    Workload("vit-b", "12 layers, d = 768, 64 images of 224 x 224", lambda: vit(12, 768, 64)),
+    Workload("resnet50-224", "64 images of 224 x 224", lambda: resnet50(64, 224), learning_rate=1e-4),
+)
+WORKLOADS = {workload.name: workload for workload in (*_ALL, *_LARGE)}
+LARGE = tuple(workload.name for workload in _LARGE)
 DEFAULT = tuple(workload.name for workload in _ALL if workload.name != "test")
 QUICK = tuple(workload.name for workload in _ALL if workload.quick)

@@ -22,6 +22,20 @@ def _fresh_torch() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `device` runs on the CPU, and marked `cuda` on a CUDA device."""
+    if "device" in metafunc.fixturenames and not any("device" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
+        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a CUDA device, what is marked `cuda` is skipped."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., str]:
     """`python(code, *arguments)`: what a fresh interpreter, started in an empty directory, prints; a failure shows its stderr."""

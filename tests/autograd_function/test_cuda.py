@@ -19,7 +19,7 @@ def _same_as_eager(function: Any, x: torch.Tensor) -> None:
         torch.testing.assert_close(got, results[0])
 
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = pytest.mark.cuda
 
 
 def test_a_module_called_in_forward_and_backward() -> None:

@@ -289,7 +289,7 @@ def test_an_in_place_change_of_an_input_reaches_the_caller() -> None:
     same_as_eager(function, call(A, torch.zeros(3)), call(A, torch.tensor(3.0)), graphs=2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_a_cpu_counter_beside_cuda_tensors() -> None:
     def function(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
         counter += 1
@@ -309,7 +309,7 @@ class Constants(nn.Module):
         return torch.arange(4, device=self.device), torch.full((2, 2), 0.5, device=self.device), torch.ones(3).cumsum(0)
 
 
-@pytest.mark.parametrize("device", [None, "cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))])
+@pytest.mark.parametrize("device", [None, "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_a_model_without_parameters_and_inputs(device: str | None) -> None:
     same_as_eager(Constants(None if device is None else torch.device(device)), call(), graphs=1, train=False)
 

@@ -202,7 +202,7 @@ def test_inputs_are_freed_after_the_backward() -> None:
         assert loss.item() == loss.item()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_cuda_memory_stays_flat() -> None:
     model = Net().cuda()
     x = X.cuda()

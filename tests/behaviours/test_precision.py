@@ -153,7 +153,7 @@ def test_autocast_with_a_scaler_and_accumulation(dtype: torch.dtype) -> None:
     assert ran.python_ops == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", HALVES)
 def test_autocast_on_cuda(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3)).cuda()

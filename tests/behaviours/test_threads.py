@@ -157,7 +157,7 @@ def test_an_error_on_one_thread_leaves_the_others_alone() -> None:
         assert in_threads(work) == [True] * THREADS
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.cuda
 def test_a_side_stream() -> None:
     model = net().cuda()
     reference = copy.deepcopy(model)

@@ -1,0 +1,135 @@
+"""A few training steps on one device against eager PyTorch: the first thing to run on a GPU.
+
+    python tools/gpu_smoke.py [--device cpu]
+
+Prints a line `RESULT {json}` for each case. The exit status is 1 if one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ort_backend
+
+STEPS = 3
+Made = tuple[nn.Module, Tensor]
+
+
+class Attention(nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+def _linear() -> Made:
+    return nn.Linear(64, 32), torch.randn(16, 64)
+
+
+def _perceptron() -> Made:
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 32)), torch.randn(16, 64)
+
+
+def _dropout() -> Made:
+    return nn.Sequential(nn.Linear(64, 128), nn.Dropout(0.2), nn.Linear(128, 32)), torch.randn(16, 64)
+
+
+def _convolution() -> Made:
+    network = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 64, 10))
+    return network, torch.randn(4, 3, 16, 16)
+
+
+def _embedding() -> Made:
+    return nn.Sequential(nn.Embedding(100, 64), nn.LayerNorm(64), nn.Linear(64, 100)), torch.randint(0, 100, (4, 16))
+
+
+def _attention() -> Made:
+    return Attention(64), torch.randn(2, 32, 64)
+
+
+# Name, model and input, autocast; the tolerance is relative to the largest gradient of each parameter.
+CASES: tuple[tuple[str, Callable[[], Made], torch.dtype | None, float], ...] = (
+    ("linear", _linear, None, 1e-5),
+    ("layer norm and gelu", _perceptron, None, 1e-4),
+    ("dropout: same random numbers", _dropout, None, 1e-4),
+    ("convolution, batch norm, pooling", _convolution, None, 1e-3),
+    ("embedding", _embedding, None, 1e-4),
+    ("attention", _attention, None, 1e-4),
+    ("attention, bfloat16 autocast", _attention, torch.bfloat16, 5e-2),
+    ("layer norm and gelu, float16 autocast", _perceptron, torch.float16, 2e-2),
+)
+
+
+def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float, device: str, side_stream: bool) -> dict[str, Any]:
+    """Some steps under both: the largest differences, and what ran."""
+    torch.manual_seed(0)
+    model, x = make()
+    eager, x = model.to(device), x.to(device)
+    own = copy.deepcopy(eager)
+    compiled = torch.compile(own, backend="ort_training")
+    before = len(ort_backend.report().graphs)
+    stream = torch.cuda.stream(torch.cuda.Stream()) if side_stream else contextlib.nullcontext()
+    worst = 0.0
+    with stream:
+        for step in range(STEPS):
+            for module in (compiled, eager):
+                torch.manual_seed(step)
+                with torch.autocast(device, autocast) if autocast else contextlib.nullcontext():
+                    loss = module(x).float().square().mean()
+                loss.backward()
+            # The gradient of a bias in front of a batch norm is zero but for rounding.
+            floor = 1e-2 * max(parameter.grad.abs().max().item() for parameter in eager.parameters())
+            for parameter, expected in zip(own.parameters(), eager.parameters(), strict=True):
+                scale = max(expected.grad.abs().max().item(), floor)
+                worst = max(worst, (parameter.grad - expected.grad).abs().max().item() / scale)
+                parameter.grad = expected.grad = None
+    graphs = ort_backend.report().graphs[before:]
+    ran = all(graph.counts.forward == STEPS and graph.counts.backward == STEPS for graph in graphs) and bool(graphs)
+    python = sorted({one.operator for graph in graphs for one in graph.outside})
+    return {"worst": worst, "right": worst <= tolerance and ran, "ran": ran, "pytorch_operators": python}
+
+
+def main() -> int:
+    """All cases. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    device = parser.parse_args().device
+    streams = (False, True) if device == "cuda" else (False,)
+    failed = 0
+    for side_stream in streams:
+        for name, make, autocast, tolerance in CASES:
+            started = time.perf_counter()
+            try:
+                found = run(make, autocast, tolerance, device, side_stream)
+            except Exception:  # noqa: BLE001  whatever it is, it is this case's result
+                found = {"right": False, "error": traceback.format_exc()[-1500:]}
+            verdict = "ok" if found["right"] else "WRONG" if "worst" in found else "ERROR"
+            if "worst" in found:
+                verdict += f", gradients differ by {found['worst']:.1e} of the largest, allowed {tolerance:.0e}"
+            title = name + (" (side stream)" if side_stream else "")
+            line = {"name": title, "verdict": verdict, "seconds": round(time.perf_counter() - started, 2), **found}
+            sys.stdout.write(f"RESULT {json.dumps(line)}\n")
+            sys.stdout.flush()
+            failed += not found["right"]
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
