@@ -41,8 +41,9 @@ def operators() -> dict[str, Any]:
 
 def samples(info: Any, dtype: torch.dtype, at_most: int, *, gradients: bool) -> list[Sample]:
     """Samples of an operator, spread evenly over all that there are; with `gradients`, its tensors ask for them where it has one."""
-    differentiable = gradients and info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    device = torch.get_default_device().type
+    differentiable = gradients and info.supports_autograd and dtype in info.supported_backward_dtypes(device)
     torch.manual_seed(0)
-    every = list(info.sample_inputs("cpu", dtype, requires_grad=differentiable and (dtype.is_floating_point or dtype.is_complex)))
+    every = list(info.sample_inputs(device, dtype, requires_grad=differentiable and (dtype.is_floating_point or dtype.is_complex)))
     step = max(len(every) - 1, 1) / max(at_most - 1, 1)
     return [Sample(one, dtype) for one in (every if len(every) <= at_most else [every[round(i * step)] for i in range(at_most)])]

@@ -14,6 +14,17 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--device cuda`: every tensor that a test makes without saying where is on the CUDA device, and so is what is compiled."""
+    parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests make their tensors (default: cpu)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before test modules are imported: some make tensors then."""
+    if config.getoption("--device") == "cuda":
+        torch.set_default_device("cuda")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_torch() -> Iterator[None]:
     """Every test starts from one seed and leaves no compiled code behind."""

