@@ -85,6 +85,7 @@ def rows(n: int) -> Iterator[Case]:
     for op in (aten.amax, aten.sum.dim_IntList, aten.mean.dim):
         yield getattr(op, "default", op), (x, [-1], True), {}
     yield aten.cumsum.default, (x, -1), {}
+    yield aten.cumprod.default, (x, -1), {}
     labels = torch.randint(0, width, (n // width,))
     yield aten.nll_loss_forward.default, (y, labels, None, 1, -100), {}
     yield aten.nll_loss_backward.default, (torch.tensor(1.0), y, labels, None, 1, -100, torch.tensor(float(len(labels)))), {}

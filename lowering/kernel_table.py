@@ -7,6 +7,7 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten.convolution.default depthwise 7x7": ((28049, 16758784, 4.7),),
     "aten.convolution_backward.default dense 7x7": ((582021, 16758784, 1.3),),
     "aten.convolution_backward.default depthwise 3x3": ((127770, 4114432, 2.2),),
+    "aten.cumprod.default": ((16384, 16777216, 3.5),),
     "aten.cumsum.default": ((16384, 16777216, 2.9),),
     "aten.gelu.default none": ((32768, 4194304, 2.5),),
     "aten.gelu_backward.default none": ((32768, 16777216, 2.7),),

@@ -12,7 +12,7 @@ import torch
 
 from ort_backend.lowering.axes import axes, axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
-from ort_backend.lowering.ops.running import running_sum
+from ort_backend.lowering.ops.running import running_product, running_sum
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -93,6 +93,12 @@ def prod_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False, dtype: to
 def cumsum(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) -> ir.Value:
     """cumsum(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return running_sum(op, self, axis(self, dim)) if rank(self) else self
+
+
+@register(aten.cumprod.default, promote="output")
+def cumprod(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) -> ir.Value:
+    """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
+    return running_product(op, self, axis(self, dim)) if rank(self) else self
 
 
 @register(aten.count_nonzero.default, promote="bool")

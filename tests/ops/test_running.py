@@ -1,4 +1,4 @@
-"""Running sums, in blocks and step by step."""
+"""Running sums, in blocks and step by step, and running products."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ def test_infinities_count_from_where_they_stand() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_gradient(dynamic: bool) -> None:
     check_training(lambda x: (x.cumsum(1), x.cumsum(0)), needs_grad(50, 60), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("size", [(1,), (2,), (7,), (3, 40), (40, 3), (2, 17, 3), (0,), (5, 0), ()])
+def test_products(size: tuple[int, ...]) -> None:
+    x = torch.randn(size, dtype=torch.float64)
+    for dim in range(max(x.dim(), 1)):
+        check(lambda x: x.cumprod(dim), x)  # noqa: B023
+
+
+def test_products_of_integers_zeros_and_infinities() -> None:
+    check(lambda x: (x.cumprod(0), (x > 3).cumprod(1), x.int().cumprod(0, dtype=torch.int32)), torch.randint(-3, 10, (12, 9)))
+    check(lambda x: x.cumprod(0), torch.tensor([1, math.inf, 2, 0, 3, math.nan, 1]))
+
+
+def test_gradient_of_products() -> None:
+    x = needs_grad(5, 6)
+    check_training(lambda x: x.cumprod(1), x)
+    with torch.no_grad():
+        x[0, 2], x[3, 1], x[3, 4] = 0, 0, 0
+    check_training(lambda x: x.cumprod(1), x)
