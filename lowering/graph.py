@@ -10,12 +10,12 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnxscript import GraphBuilder
 from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.complex_numbers import (
     Complex,
     Part,
@@ -70,7 +70,7 @@ class GraphLowering:
         self.target = target
         self.strict = strict
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": target.opset, MS: 1}, name=name)
-        self.op = GraphBuilder(self.graph).op
+        self.op = Builder(self.graph).op
         self.env: dict[fx.Node, Any] = {}
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []
