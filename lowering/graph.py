@@ -16,32 +16,20 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.builder import Builder
-from ort_backend.lowering.complex_numbers import (
-    Complex,
-    Part,
-    as_complex,
-    from_pairs,
-    from_real,
-    has_complex,
-    has_imaginary_part,
-    is_complex,
-    linear_arguments,
-    part_of,
-    take_part,
-    zeros_like,
-)
+from ort_backend.lowering.calls import Calls
+from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
-from ort_backend.lowering.dtypes import carried, carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import DROPPED, has_effect
-from ort_backend.lowering.promotion import check_storage, promoted_dtype
+from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
-from ort_backend.lowering.registry import Lowering, Unsupported
+from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.target import OrtTarget
 
@@ -76,15 +64,25 @@ class GraphLowering:
         self.outside: list[Outside] = []
         self._lowered = 0
         self._symbols: dict[str, ir.Value] = {}
-        self._hints: dict[str, int] = {}
+        self._calls = Calls(self.op, target)
         self._functions = FunctionWriter(self.op)
         self._random_order: ir.Value | None = None
 
     # -- inputs and outputs
 
     def add_input(self, node: fx.Node, name: str) -> ir.Value:
-        """A graph input for a placeholder: a tensor's carrier, or an int64 scalar for a symbolic integer."""
-        value = self.op.builder.input(name, *self._type_of(node.meta["val"]))
+        """A graph input for a placeholder: a tensor's carrier, or an int64 scalar for a symbolic integer.
+
+        For a device it comes as the shape of a tensor without elements, as what is worked out from shapes stays on the host: n as (n, 0, 0), or
+        (0, -n, 0) if it is negative.
+        """
+        if self.target.sizes_on_host and isinstance(node.meta["val"], torch.SymInt):
+            carried_by = self.op.builder.input(name, ir.DataType.UINT8, ir.Shape([None, None, 0]))
+            difference = self.op.Sub(self.op.Shape(carried_by, start=0, end=1), self.op.Shape(carried_by, start=1, end=2))
+            value = self._calls.stamp(self.op.Squeeze(difference, constant(self.op, [0], ir.DataType.INT64)), node.meta["val"])
+            self.bind(node, value)
+            return value
+        value = self.op.builder.input(name, *self._calls.type_of(node.meta["val"]))
         self.bind(node, value)
         return value
 
@@ -101,7 +99,7 @@ class GraphLowering:
 
     def fresh(self, value: ir.Value, fake: Any) -> ir.Value:
         """A copy of `value`."""
-        return self._stamp(self.op.Identity(value), fake)
+        return self._calls.stamp(self.op.Identity(value), fake)
 
     def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
         """`value` with its dimensions permuted."""
@@ -121,7 +119,7 @@ class GraphLowering:
 
     def dtype_of(self, node: fx.Node) -> ir.DataType:
         """The dtype of the ONNX tensor that carries `node`'s value."""
-        return self._type_of(node.meta["val"])[0]
+        return self._calls.type_of(node.meta["val"])[0]
 
     def placeholder_of_dtype(self, node: fx.Node) -> ir.Value:
         """Some 0-d value of `node`'s dtype."""
@@ -143,7 +141,7 @@ class GraphLowering:
         values = (made,) if isinstance(made, ir.Value) else made
         for node, value in zip(tangents, values, strict=True):
             value.name = node.name
-            self.bind(node, self._stamp(value, node.meta["val"]))
+            self.bind(node, self._calls.stamp(value, node.meta["val"]))
 
     @property
     def last_python(self) -> ir.Value | None:
@@ -158,7 +156,7 @@ class GraphLowering:
         tangents, late = behind_yield(self.graph)
         if not tangents:
             return list(values)
-        return [v if v in late else self._stamp(behind(self.op, v, tangents[0]), fake) for v, fake in zip(values, fakes, strict=True)]
+        return [v if v in late else self._calls.stamp(behind(self.op, v, tangents[0]), fake) for v, fake in zip(values, fakes, strict=True)]
 
     def value(self, node: Any) -> Any:
         """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
@@ -190,10 +188,12 @@ class GraphLowering:
         for name, value in list(self.graph.initializers.items()):
             if value not in used:
                 del self.graph.initializers[name]
+        if self.target.sizes_on_host:
+            keep_on_host(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
-        kept = kept_bytes(self.graph, self._hints)
+        kept = kept_bytes(self.graph, self._calls.hints)
         functions = self._functions.calls
         calls, names = (*self.python_calls, *functions), tuple(call.title for call in functions)
         return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph), kept, names)
@@ -239,9 +239,9 @@ class GraphLowering:
         reason, find, operand = "no lowering", registry.find, self.value
         if is_complex_call := has_complex(node):
             reason, find, operand = "no lowering of torch.complex numbers", registry.find_complex, self._operand
-        candidates: list[Callable[..., Any]] = [functools.partial(self._call, lowering) for lowering in find(node.target, self.target)]
+        candidates: list[Callable[..., Any]] = [functools.partial(self._calls.call, lowering) for lowering in find(node.target, self.target)]
         if not candidates and not is_complex_call and (function := torchlib.find(node.target)) is not None:
-            candidates = [functools.partial(self._call_torchlib, function)]
+            candidates = [functools.partial(self._calls.call_torchlib, function)]
         args, kwargs = self._arguments(node, operand)
         for candidate in candidates:
             mark = len(self.graph)
@@ -251,12 +251,15 @@ class GraphLowering:
                 reason = str(unsupported) or "arguments not expressible in ONNX"
                 self._roll_back(mark)
                 continue
-            lacking = next((new for new in self._since(mark) if not self.target.has_kernel(new)), None)
+            lacking = next((new for new in self._since(mark) if not self._has_kernel(new)), None)
             if lacking is None:
                 return result, None
             reason = f"{self.target.provider} has no {lacking.op_type} kernel for {_types(lacking)}"
             self._roll_back(mark)
         return None, reason
+
+    def _has_kernel(self, node: ir.Node) -> bool:
+        return (self.target.sizes_on_host and is_about_sizes(node)) or self.target.has_kernel(node)
 
     def _since(self, mark: int) -> list[ir.Node]:
         return newest(self.graph, len(self.graph) - mark)
@@ -266,118 +269,8 @@ class GraphLowering:
         if written:
             self.graph.remove(written, safe=False)
 
-    def _call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
-        check_storage(lowering, node)
-        if lowering.linear is not None:
-            return self._call_for_each_part(lowering, node, args, kwargs)
-        if not lowering.any_dtype:
-            args, kwargs = self._promote(lowering, node, args, kwargs)
-        return self._results(lowering.function(self.op, *args, **kwargs), node.meta["val"])
-
-    def _call_for_each_part(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls a lowering of real numbers for the real and for the imaginary parts, or for the real ones alone where all others are zeros."""
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        linear = lowering.linear or frozenset()
-        fake = torch.utils._pytree.tree_map(part_of, node.meta["val"])
-        is_real = not any(has_imaginary_part(one) for one in linear_arguments(names, linear, args, kwargs))
-
-        def part(name: str) -> list[ir.Value]:
-            mine, keywords = take_part(self.op, name, names, linear, args, kwargs)
-            if not lowering.any_dtype:
-                mine, keywords = self._promote(lowering, node, mine, keywords)
-            results = self._results(lowering.function(self.op, *mine, **keywords), fake)
-            return results if isinstance(results, list) else [results]
-
-        real = part("real")
-        if not any(is_complex(one) for one in torch.utils._pytree.tree_leaves(node.meta["val"])):
-            return real if isinstance(node.meta["val"], (tuple, list)) else real[0]
-        imag = [zeros_like(self.op, one) for one in real] if is_real else part("imag")
-        made = [Complex(a, b, is_real) for a, b in zip(real, imag, strict=True)]
-        return made if isinstance(node.meta["val"], (tuple, list)) else made[0]
-
-    def _call_torchlib(self, function: Callable[..., Any], node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        plain = Lowering(node.target, function)  # type: ignore[arg-type]
-        args, kwargs = self._promote(plain, node, args, kwargs)
-        return self._results(torchlib.call(function, self.op, args, kwargs), node.meta["val"])
-
     def _arguments(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[list[Any], dict[str, Any]]:
         return [fx.map_arg(arg, operand) for arg in node.args], {key: fx.map_arg(arg, operand) for key, arg in node.kwargs.items()}
-
-    def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        promoted = promoted_dtype(lowering, node)
-        wanted = None if promoted is None else self._compute(promoted)
-
-        def cast(name: str, value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return type(value)(cast(name, part) for part in value)
-            if isinstance(value, Complex):
-                return value.map(functools.partial(cast, name))
-            if not isinstance(value, ir.Value) or name in lowering.keep or (wanted is None and "symbol" in value.meta):
-                return value
-            assert value.dtype is not None
-            return self._cast(value, wanted if wanted is not None else self._compute(to_torch(value.dtype)))
-
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        return [cast(name, arg) for name, arg in zip(names, args)], {name: cast(name, arg) for name, arg in kwargs.items()}
-
-    def _compute(self, dtype: torch.dtype) -> torch.dtype:
-        return compute_dtype(dtype, has_half_kernels=self.target.has_half_kernels)
-
-    def _cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
-        wanted = to_ir(dtype)
-        return value if value.dtype == wanted else self.op.Cast(value, to=wanted)
-
-    def _results(self, results: Any, fake: Any) -> Any:
-        """The lowering's results with the dtypes and shapes of the node's."""
-        if isinstance(fake, (tuple, list)):
-            results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
-            assert len(results) == len(fake), f"{len(results)} results for {len(fake)}"
-            return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
-        return self._result(results, fake)
-
-    def _result(self, value: Any, fake: Any) -> Any:
-        if is_complex(fake):
-            return self._complex_result(value, part_of(fake))
-        if isinstance(value, Complex):
-            value = value.real
-        if isinstance(fake, (torch.Tensor, Part)):
-            wanted = to_ir(fake.dtype)
-            if value.dtype is None:
-                value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
-            if value.dtype != wanted:
-                value = self.op.Cast(value, to=wanted)
-        return self._stamp(value, fake)
-
-    def _complex_result(self, value: Any, part: Part) -> Complex:
-        """The result of a complex dtype; one that is real arrives as `ir.Value`, a constant as a number."""
-        if isinstance(value, ir.Value):
-            return from_real(self.op, self._result(value, part))
-        if not isinstance(value, Complex):
-            return as_complex(self.op, value, to_ir(part.dtype))
-        together = value.together if to_ir(part.dtype) == value.dtype else None
-        return Complex(self._result(value.real, part), self._result(value.imag, part), value.is_real, together)
-
-    def _stamp(self, value: ir.Value, fake: Any) -> ir.Value:
-        """Writes what the fake value knows about dtype and shape on an ONNX value."""
-        dtype, shape = self._type_of(fake)
-        if value.producer() is not None:
-            value.type, value.shape = ir.TensorType(dtype), shape
-        return value
-
-    def _type_of(self, fake: Any) -> tuple[ir.DataType, ir.Shape]:
-        if isinstance(fake, (torch.Tensor, Part)):
-            kind = carrier(fake.dtype)
-            if kind is None:
-                raise LoweringError(f"tensors of dtype {fake.dtype} cannot be handed to ONNX Runtime")
-            shape = symbolic.shape(fake.shape, kind.extra_dims)
-            for size, one in zip(fake.shape, shape):
-                if isinstance(one, ir.SymbolicDim) and one.value is not None:
-                    self._hints[one.value] = size.node.hint  # type: ignore[union-attr]
-            return kind.dtype, shape
-        if isinstance(fake, (torch.SymBool, bool)):
-            return ir.DataType.BOOL, ir.Shape([])
-        return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
 
     # -- PythonOp
 
@@ -400,7 +293,7 @@ class GraphLowering:
         fake = node.meta.get("val")
         for leaf in torch.utils._pytree.tree_leaves(fake):
             if isinstance(leaf, torch.Tensor):
-                self._type_of(leaf)
+                self._calls.type_of(leaf)
         args, kwargs = self._arguments(node, self.value)
         fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), (ir.Value, Complex))]
         if is_collective(node):
@@ -413,8 +306,8 @@ class GraphLowering:
         self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))
         if isinstance(fake, (tuple, list)):
-            return [None if v is None else self._stamp(v, f) for v, f in zip(values, fake)]
-        return None if fake is None else self._stamp(values[0], fake)
+            return [None if v is None else self._calls.stamp(v, f) for v, f in zip(values, fake)]
+        return None if fake is None else self._calls.stamp(values[0], fake)
 
     def _function(self, node: fx.Node) -> list[Any]:
         """A call of a user's autograd.Function, or its backward: one node, behind all others that run Python, as the user wrote them."""
@@ -423,7 +316,7 @@ class GraphLowering:
                 f"an autograd.Function needs onnxruntime-training, or options={{'autograd_functions': 'inline'}}{at(user_line(node))}"
             )
         values, self._random_order = self._functions.write(node, self.value, self._random_order)
-        return [None if value is None else self._stamp(value, fake) for value, fake in zip(values, node.meta["val"], strict=True)]
+        return [None if value is None else self._calls.stamp(value, fake) for value, fake in zip(values, node.meta["val"], strict=True)]
 
     def _in_random_order(self, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: list[Any]) -> tuple[Any, PythonCall]:
         """A `PythonOp` that draws random numbers: a value from one such node to the next keeps ONNX Runtime from changing their order."""
@@ -431,7 +324,7 @@ class GraphLowering:
         results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
         before = self._random_order if self._random_order is not None else constant(self.op, 0, ir.DataType.INT64)
         values, call = write_python_op(self.op, ordered(target), title, (before, *args), kwargs, [*results, order], [order, *fakes])
-        self._random_order = self._stamp(values.pop(), order)  # type: ignore[arg-type]
+        self._random_order = self._calls.stamp(values.pop(), order)  # type: ignore[arg-type]
         return values, call
 
     def _leaf(self, node: fx.Node) -> Any:
@@ -488,7 +381,7 @@ class GraphLowering:
         elif name in self._symbols:
             self.env[node] = self._symbols[name]
         else:
-            self.bind(node, self._stamp(self._write_symbolic(node), fake))
+            self.bind(node, self._calls.stamp(self._write_symbolic(node), fake))
 
     def _write_symbolic(self, node: fx.Node) -> ir.Value:
         args: list[Any] = [fx.map_arg(arg, self._operand) for arg in node.args]
@@ -499,7 +392,7 @@ class GraphLowering:
         if node.target is aten.sym_numel.default:
             return self.op.Size(args[0])
         if node.target is aten._local_scalar_dense.default:
-            dtype, _ = self._type_of(node.meta["val"])
+            dtype, _ = self._calls.type_of(node.meta["val"])
             return self.op.Reshape(self.op.Cast(args[0], to=dtype), constant(self.op, [], ir.DataType.INT64))
         if node.target is operator.getitem:
             return args[0][args[1]]

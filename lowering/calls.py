@@ -1,0 +1,152 @@
+"""Calls of lowerings: arguments of the dtypes that they compute in, results of the dtypes and shapes that FX knows; complex tensors part by part."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from ort_backend.errors import LoweringError
+from ort_backend.lowering import symbolic, torchlib
+from ort_backend.lowering.complex_numbers import (
+    Complex,
+    Part,
+    as_complex,
+    from_real,
+    has_imaginary_part,
+    is_complex,
+    linear_arguments,
+    part_of,
+    take_part,
+    zeros_like,
+)
+from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.promotion import check_storage, promoted_dtype
+from ort_backend.lowering.registry import Lowering
+from ort_backend.target import OrtTarget
+
+
+class Calls:
+    """Calls lowerings that write with one builder.
+
+    Attributes:
+        hints: The examples of the symbolic sizes that were met, by name.
+    """
+
+    def __init__(self, op: Any, target: OrtTarget) -> None:
+        self._op, self._target = op, target
+        self.hints: dict[str, int] = {}
+
+    def call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
+        check_storage(lowering, node)
+        if lowering.linear is not None:
+            return self._call_for_each_part(lowering, node, args, kwargs)
+        if not lowering.any_dtype:
+            args, kwargs = self._promote(lowering, node, args, kwargs)
+        return self._results(lowering.function(self._op, *args, **kwargs), node.meta["val"])
+
+    def _call_for_each_part(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Calls a lowering of real numbers for the real and for the imaginary parts, or for the real ones alone where all others are zeros."""
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        linear = lowering.linear or frozenset()
+        fake = torch.utils._pytree.tree_map(part_of, node.meta["val"])
+        is_real = not any(has_imaginary_part(one) for one in linear_arguments(names, linear, args, kwargs))
+
+        def part(name: str) -> list[ir.Value]:
+            mine, keywords = take_part(self._op, name, names, linear, args, kwargs)
+            if not lowering.any_dtype:
+                mine, keywords = self._promote(lowering, node, mine, keywords)
+            results = self._results(lowering.function(self._op, *mine, **keywords), fake)
+            return results if isinstance(results, list) else [results]
+
+        real = part("real")
+        if not any(is_complex(one) for one in torch.utils._pytree.tree_leaves(node.meta["val"])):
+            return real if isinstance(node.meta["val"], (tuple, list)) else real[0]
+        imag = [zeros_like(self._op, one) for one in real] if is_real else part("imag")
+        made = [Complex(a, b, is_real) for a, b in zip(real, imag, strict=True)]
+        return made if isinstance(node.meta["val"], (tuple, list)) else made[0]
+
+    def call_torchlib(self, function: Callable[..., Any], node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        plain = Lowering(node.target, function)  # type: ignore[arg-type]
+        args, kwargs = self._promote(plain, node, args, kwargs)
+        return self._results(torchlib.call(function, self._op, args, kwargs), node.meta["val"])
+
+    def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        promoted = promoted_dtype(lowering, node)
+        wanted = None if promoted is None else self._compute(promoted)
+
+        def cast(name: str, value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(cast(name, part) for part in value)
+            if isinstance(value, Complex):
+                return value.map(functools.partial(cast, name))
+            if not isinstance(value, ir.Value) or name in lowering.keep or (wanted is None and "symbol" in value.meta):
+                return value
+            assert value.dtype is not None
+            return self._cast(value, wanted if wanted is not None else self._compute(to_torch(value.dtype)))
+
+        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+        return [cast(name, arg) for name, arg in zip(names, args)], {name: cast(name, arg) for name, arg in kwargs.items()}
+
+    def _compute(self, dtype: torch.dtype) -> torch.dtype:
+        return compute_dtype(dtype, has_half_kernels=self._target.has_half_kernels)
+
+    def _cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+        wanted = to_ir(dtype)
+        return value if value.dtype == wanted else self._op.Cast(value, to=wanted)
+
+    def _results(self, results: Any, fake: Any) -> Any:
+        """The lowering's results with the dtypes and shapes of the node's."""
+        if isinstance(fake, (tuple, list)):
+            results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
+            assert len(results) == len(fake), f"{len(results)} results for {len(fake)}"
+            return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
+        return self._result(results, fake)
+
+    def _result(self, value: Any, fake: Any) -> Any:
+        if is_complex(fake):
+            return self._complex_result(value, part_of(fake))
+        if isinstance(value, Complex):
+            value = value.real
+        if isinstance(fake, (torch.Tensor, Part)):
+            wanted = to_ir(fake.dtype)
+            if value.dtype is None:
+                value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
+            if value.dtype != wanted:
+                value = self._op.Cast(value, to=wanted)
+        return self.stamp(value, fake)
+
+    def _complex_result(self, value: Any, part: Part) -> Complex:
+        """The result of a complex dtype; one that is real arrives as `ir.Value`, a constant as a number."""
+        if isinstance(value, ir.Value):
+            return from_real(self._op, self._result(value, part))
+        if not isinstance(value, Complex):
+            return as_complex(self._op, value, to_ir(part.dtype))
+        together = value.together if to_ir(part.dtype) == value.dtype else None
+        return Complex(self._result(value.real, part), self._result(value.imag, part), value.is_real, together)
+
+    def stamp(self, value: ir.Value, fake: Any) -> ir.Value:
+        """Writes what the fake value knows about dtype and shape on an ONNX value."""
+        dtype, shape = self.type_of(fake)
+        if value.producer() is not None:
+            value.type, value.shape = ir.TensorType(dtype), shape
+        return value
+
+    def type_of(self, fake: Any) -> tuple[ir.DataType, ir.Shape]:
+        if isinstance(fake, (torch.Tensor, Part)):
+            kind = carrier(fake.dtype)
+            if kind is None:
+                raise LoweringError(f"tensors of dtype {fake.dtype} cannot be handed to ONNX Runtime")
+            shape = symbolic.shape(fake.shape, kind.extra_dims)
+            for size, one in zip(fake.shape, shape):
+                if isinstance(one, ir.SymbolicDim) and one.value is not None:
+                    self.hints[one.value] = size.node.hint  # type: ignore[union-attr]
+            return kind.dtype, shape
+        if isinstance(fake, (torch.SymBool, bool)):
+            return ir.DataType.BOOL, ir.Shape([])
+        return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
