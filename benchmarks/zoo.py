@@ -30,6 +30,8 @@ from benchmarks.zoo_models import WORKLOADS, Workload
 from benchmarks.zoo_process import run
 from benchmarks.zoo_step import Call, Result
 
+CHAOTIC = "Chaotic: gradients differ by what rounding eager's parameters otherwise changes in eager's own."
+
 
 def choose(wanted: Sequence[str]) -> list[Workload]:
     """The workloads of these names and families (a family also by the beginning of its name); all without any.
@@ -72,7 +74,7 @@ def _problems(result: Result) -> list[str]:
 
 def table(results: Iterable[Result]) -> Table:
     """A row for each workload."""
-    made = Table(title="the zoo", caption="compiles: for each call. Nodes: of the static graphs + of those compiled afterwards.")
+    made = Table(title="the zoo", caption="compiles: for each call. Nodes: of the static graphs + of those compiled afterwards.\n" + CHAOTIC)
     for heading in ("workload", "family", "static", "dynamic"):
         made.add_column(heading)
     for heading in ("compiles", "breaks", "on ORT", "PythonOps", "seconds"):
@@ -118,7 +120,9 @@ def _add_total(made: Table, name: str, results: Sequence[Result]) -> None:
 
 
 def _word(calls: Sequence[Call]) -> str:
-    return "" if not calls else "[red]wrong" if any(call.problems for call in calls) else "[green]right"
+    if not calls or any(call.problems for call in calls):
+        return "[red]wrong" if calls else ""
+    return "[green]right, but chaotic" if any(call.ill_conditioned for call in calls) else "[green]right"
 
 
 def _python(calls: Iterable[Call]) -> int:

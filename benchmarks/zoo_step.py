@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ MODES = ("both", "static", "dynamic")
 # Part of the largest gradient of the model, or of its largest buffer, on whose scale it is compared what is zero but for rounding: the gradient
 # of the bias of an attention's keys, the mean of what BatchNorm has just centred.
 FLOOR = 1e-6
+# A gradient may also differ from eager's by this many times what eager's own moves when its parameters are rounded otherwise: an activation
+# that crosses zero changes every gradient in front of it. So many roundings are tried, where a gradient differs by more than the tolerance.
+SPREADS, ROUNDINGS = 2.0, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Call:
         fx_nodes: Computing nodes of the traced graphs that they come from.
         python_ops: `PythonOp`s among the nodes, by operator; users' autograd.Functions count as `autograd.Function`.
         seconds: Of the compiled step, with its compiles.
+        ill_conditioned: Gradients that differ from eager's, but no more than eager's own with its parameters rounded otherwise.
     """
 
     batch: int
@@ -49,6 +53,7 @@ class Call:
     fx_nodes: int
     python_ops: dict[str, int]
     seconds: float
+    ill_conditioned: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +128,14 @@ def _call(workload: Workload, modules: tuple[Any, nn.Module, nn.Module], inputs:
     loss, state = _step(compiled, own, copy.deepcopy(inputs), workload.autocast)
     seconds = time.perf_counter() - began
     ran = tuple(after - earlier for after, earlier in zip(_runs(), runs, strict=True))
-    expected, expected_state = _step(eager, eager, inputs, workload.autocast)
+    untouched = copy.deepcopy(eager)
+    expected, expected_state = _step(eager, eager, copy.deepcopy(inputs), workload.autocast)
     problems = [] if torch.equal(state, expected_state) else ["the random state differs"]
     problems += [] if min(ran) > 0 else ["no training graph ran forward and backward on ONNX Runtime"]
     problems += _differences("loss", loss, expected, workload.tolerance)
-    problems += _gradient_problems(own, eager, workload.tolerance)
+    gradients = _gradient_problems(own, eager, workload.tolerance)
+    unsettled = _beyond_rounding(gradients, own, eager, untouched, lambda module: _step(module, module, copy.deepcopy(inputs), workload.autocast))
+    problems += unsettled.values()
     floor = _floor(list(eager.buffers()))
     for (name, buffer), wanted in zip(own.named_buffers(), eager.buffers(), strict=True):
         problems += _differences(f"buffer {name}", buffer, wanted, workload.tolerance, floor)
@@ -141,6 +149,7 @@ def _call(workload: Workload, modules: tuple[Any, nn.Module, nn.Module], inputs:
         fx_nodes=sum(graph.fx_nodes for graph in graphs),
         python_ops=_python_ops(graphs),
         seconds=seconds,
+        ill_conditioned=len(gradients) - len(unsettled),
     )
 
 
@@ -161,16 +170,53 @@ def _runs() -> tuple[int, int]:
     return sum(one.forward for one in counts), sum(one.backward for one in counts)
 
 
-def _gradient_problems(own: nn.Module, eager: nn.Module, tolerance: float) -> list[str]:
-    problems = []
+def _gradient_problems(own: nn.Module, eager: nn.Module, tolerance: float) -> dict[str, str]:
+    """By parameter: how its gradient differs from eager's."""
+    problems: dict[str, str] = {}
     floor = _floor([p.grad for p in eager.parameters() if p.grad is not None])
     for (name, parameter), wanted in zip(own.named_parameters(), eager.parameters(), strict=True):
         if parameter.grad is None or wanted.grad is None:
             if (parameter.grad is None) != (wanted.grad is None):
-                problems.append(f"gradient {name}: None {'here' if parameter.grad is None else 'in eager'} only")
-        else:
-            problems += _differences(f"gradient {name}", parameter.grad, wanted.grad, tolerance, floor)
+                problems[name] = f"gradient {name}: None {'here' if parameter.grad is None else 'in eager'} only"
+        elif differs := _differences(f"gradient {name}", parameter.grad, wanted.grad, tolerance, floor):
+            problems[name] = differs[0]
     return problems
+
+
+def _beyond_rounding(
+    problems: dict[str, str], own: nn.Module, eager: nn.Module, untouched: nn.Module, step: Callable[[nn.Module], Any]
+) -> dict[str, str]:
+    """Those of `problems` that are larger than what rounding alone does to eager's gradients. `untouched` is eager's module before its step."""
+    if not problems:
+        return {}
+    parameters, theirs = dict(own.named_parameters()), dict(eager.named_parameters())
+    spread = dict.fromkeys(problems, 0.0)
+    for draw in range(ROUNDINGS):
+        rounded = copy.deepcopy(untouched)
+        _round_otherwise(rounded, draw)
+        step(rounded)
+        for name, parameter in rounded.named_parameters():
+            if name in spread and parameter.grad is not None and theirs[name].grad is not None:
+                spread[name] = max(spread[name], _distance(parameter.grad, theirs[name].grad))
+    return {name: text for name, text in problems.items() if not _within(parameters[name].grad, theirs[name].grad, SPREADS * spread[name])}
+
+
+def _round_otherwise(module: nn.Module, draw: int) -> None:
+    """Moves every element of every parameter by up to four roundings, as sums in another order do."""
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                direction = torch.randint(-4, 5, parameter.shape, generator=generator)
+                parameter.mul_(1 + direction * torch.finfo(parameter.dtype).eps)
+
+
+def _distance(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    return (value.detach().double() - wanted.detach().double()).abs().max().item()
+
+
+def _within(value: torch.Tensor | None, wanted: torch.Tensor | None, distance: float) -> bool:
+    return value is not None and wanted is not None and value.shape == wanted.shape and _distance(value, wanted) <= distance
 
 
 def _floor(tensors: Sequence[torch.Tensor]) -> float:

@@ -81,11 +81,37 @@ class Drifting(nn.Module):
         return self.layer(x)
 
 
-def test_what_differs_is_named() -> None:
+def test_what_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_step, "ROUNDINGS", 0)  # whose copies would drift as well
     made = Workload("drifting", "test", lambda: (Loss(Drifting()), lambda b, _: {"input": torch.randn(b, 12), "target": labels(b)}))
     (call,) = zoo_step.compare(made, "static").calls
     named = [problem.partition(":")[0] for problem in call.problems]
     assert named == ["loss", "gradient network.layer.weight", "gradient network.layer.bias", "buffer network.seen"]
+
+
+@pytest.mark.parametrize(("at_the_kink", "left"), [(True, 0), (False, 1)])
+def test_a_difference_counts_unless_rounding_makes_it_in_eager_too(at_the_kink: bool, left: int) -> None:
+    """At a kink of ReLU the gradient of one neuron is there or not, as rounding decides."""
+
+    class Neuron(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((3,), 1.0))
+
+        def forward(self) -> torch.Tensor:
+            return (self.weight - (1.0 if at_the_kink else 0.5)).relu().sum()
+
+    def step(module: nn.Module) -> None:
+        module.zero_grad()
+        module().backward()
+
+    own, eager = Neuron(), Neuron()
+    step(eager)
+    assert eager.weight.grad is not None
+    own.weight.grad = 1 - eager.weight.grad
+    problems = zoo_step._gradient_problems(own, eager, 1e-3)
+    assert len(problems) == 1
+    assert len(zoo_step._beyond_rounding(problems, own, eager, Neuron(), step)) == left
 
 
 def test_eager_does_not_pass_for_onnx_runtime() -> None:
