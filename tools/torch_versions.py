@@ -114,7 +114,8 @@ def _constraints(version: str) -> list[str]:
 def _requirements() -> list[str]:
     """What the project and its tests need, but for torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    every = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *extras["test"], *extras["benchmarks"]]
     return [requirement for requirement in every if not re.match(r"torch\b", requirement)]
 
 
