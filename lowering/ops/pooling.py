@@ -136,8 +136,6 @@ def _counted(window: dict[str, Any], spatial: int, count_include_pad: bool, divi
     """What windows are divided by: their full size ("whole"), what they cover without padding ("inside"), or with the padding that was asked for,
     but without what `ceil_mode` adds ("padded").
     """
-    if "ceil_mode" in window:
-        raise Unsupported("averages with ceil_mode, of sizes that are not known or with more padding than ONNX Runtime takes")
     pads, behind = window["pads"][:spatial], window["pads"][spatial:]
     if divisor_override or (count_include_pad and pads == behind):
         return "whole"  # for a divisor only the sum matters
@@ -145,6 +143,8 @@ def _counted(window: dict[str, Any], spatial: int, count_include_pad: bool, divi
 
 
 def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None) -> ir.Value:
+    if "ceil_mode" in window:
+        return _avg_pool_rounded_up(op, self, spatial, window, count_include_pad, divisor_override)
     counted = _counted(window, spatial, count_include_pad, divisor_override)
     window = {name: value for name, value in window.items() if name != "dilations"}
     out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(counted != "inside"))
@@ -155,6 +155,24 @@ def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], cou
         counts = _counts(_static(self, spatial), _pooled(self, spatial, window), window, window["pads"])  # type: ignore[arg-type]
         out = op.Mul(out, constant(op, whole / counts, self.dtype))  # type: ignore[arg-type]
     return _unbatched(op, out, self, spatial)
+
+
+def _avg_pool_rounded_up(
+    op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None
+) -> ir.Value:
+    """With `ceil_mode`, of planes of unknown sizes: padded behind until the windows fit, and divided by what each covers of the plane."""
+    kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
+    plane = op.Shape(self, start=-spatial)
+    # One window less than there are: (size + 2 pad - kernel) / stride, rounded up.
+    steps = op.Div(op.Add(plane, int64s(op, [2 * p - k + s - 1 for p, k, s in zip(pads, kernel, strides)])), int64s(op, strides))
+    behind = op.Sub(op.Add(op.Mul(steps, int64s(op, strides)), int64s(op, [k - p for k, p in zip(kernel, pads)])), plane)
+    padded = op.Pad(_batched(op, self, spatial), op.Concat(int64s(op, [0, 0, *pads, 0, 0]), behind, axis=0))
+    mean = op.AveragePool(padded, kernel_shape=kernel, strides=strides, count_include_pad=1)
+    whole = math.prod(kernel)
+    if divisor_override:
+        return _unbatched(op, op.Mul(mean, whole / divisor_override), self, spatial)
+    counts = _counts_of(op, op.Shape(mean, start=-spatial), plane, window, spatial, self, pads if count_include_pad else [0] * spatial)
+    return _unbatched(op, op.Div(op.Mul(mean, float(whole)), counts), self, spatial)
 
 
 def _pooled(self: ir.Value, spatial: int, window: dict[str, Any]) -> list[int]:
@@ -187,7 +205,7 @@ def _avg_pool_backward(
 ) -> ir.Value:
     """Spreads each entry over its window: a transposed convolution of single planes with a window of equal weights."""
     sizes = _static(self, spatial)
-    if sizes is None:
+    if sizes is None or "ceil_mode" in window:
         return _spread(op, grad_output, self, spatial, window, count_include_pad, divisor_override)
     counted = _counted(window, spatial, count_include_pad, divisor_override)
     kernel, strides, pads, pooled = window["kernel_shape"], window["strides"], window["pads"][:spatial], _pooled(self, spatial, window)
@@ -212,12 +230,12 @@ def _spread(
     op: Any, grad_output: ir.Value, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None
 ) -> ir.Value:
     """The same for planes of unknown sizes: what the windows cover, extended or cut to the plane."""
-    _counted(window, spatial, count_include_pad, divisor_override)
     kernel, strides, pads = window["kernel_shape"], window["strides"], window["pads"][:spatial]
     pooled, plane = op.Shape(grad_output, start=-spatial), op.Shape(self, start=-spatial)
     weight = 1 / (divisor_override or math.prod(kernel))
-    if any(pads) and not count_include_pad and not divisor_override:
-        grad_output, weight = op.Div(grad_output, _counts_of(op, pooled, plane, window, spatial, grad_output)), 1.0
+    if not divisor_override and ("ceil_mode" in window or (any(pads) and not count_include_pad)):
+        counts = _counts_of(op, pooled, plane, window, spatial, grad_output, pads if count_include_pad else [0] * spatial)
+        grad_output, weight = op.Div(grad_output, counts), 1.0
     planes = typed(op.Reshape(grad_output, op.Concat(int64s(op, [-1, 1]), pooled, axis=0)), self.dtype, [None, 1, *[None] * spatial])
     ones = constant(op, np.full([1, 1, *kernel], weight), self.dtype)  # type: ignore[arg-type]
     covered = op.ConvTranspose(planes, ones, kernel_shape=kernel, strides=strides)
@@ -227,14 +245,15 @@ def _spread(
     return op.Reshape(inside, op.Shape(self))
 
 
-def _counts_of(op: Any, pooled: ir.Value, plane: ir.Value, window: dict[str, Any], spatial: int, like: ir.Value) -> ir.Value:
-    """How many elements of the unpadded input each window covers, in `like`'s dtype."""
+def _counts_of(op: Any, pooled: ir.Value, plane: ir.Value, window: dict[str, Any], spatial: int, like: ir.Value, edges: Sequence[int]) -> ir.Value:
+    """How many elements each window covers, of the input and of as much padding around it as `edges` says, in `like`'s dtype."""
     counts = None
     zero, one = (constant(op, number, ir.DataType.INT64) for number in (0, 1))
-    for i, (kernel, stride, pad) in enumerate(zip(window["kernel_shape"], window["strides"], window["pads"])):
+    for i, (kernel, stride, pad, edge) in enumerate(zip(window["kernel_shape"], window["strides"], window["pads"], edges)):
         count, total = (op.Gather(sizes, constant(op, i, ir.DataType.INT64)) for sizes in (pooled, plane))
         start = op.Sub(op.Mul(op.Range(zero, count, one), constant(op, stride, ir.DataType.INT64)), constant(op, pad, ir.DataType.INT64))
-        along = op.Sub(op.Min(op.Add(start, constant(op, kernel, ir.DataType.INT64)), total), op.Max(start, zero))
+        end = op.Add(total, constant(op, edge, ir.DataType.INT64)) if edge else total
+        along = op.Sub(op.Min(op.Add(start, constant(op, kernel, ir.DataType.INT64)), end), op.Max(start, constant(op, -edge, ir.DataType.INT64)))
         along = op.Unsqueeze(along, int64s(op, range(1, spatial - i))) if i < spatial - 1 else along
         counts = along if counts is None else op.Mul(counts, along)
     return op.Cast(counts, to=like.dtype)

@@ -93,6 +93,27 @@ def test_average_pool_that_rounds_up(check: Callable, window: tuple[Any, ...], s
     check(both, randn(2, 3, size, size))
 
 
+@pytest.mark.parametrize(
+    "window",
+    [
+        ([2, 2], [2, 2], [0, 0], True, True, None),
+        ([3, 3], [2, 2], [1, 1], True, False, None),
+        ([3, 3], [2, 2], [1, 1], True, True, None),
+        ([3, 2], [2, 1], [1, 1], True, True, 7),
+        ([16, 16], [16, 16], [0, 0], True, True, None),
+    ],
+    ids=str,
+)
+def test_average_pool_that_rounds_up_unknown_sizes(check: Callable, window: tuple[Any, ...]) -> None:
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = aten.avg_pool2d(x, *window)
+        return [out, aten.avg_pool2d_backward(out.cos(), x, *window)]
+
+    for size in (8, 10, 11):
+        check(both, randn(2, 3, 9, 12), also=(randn(2, 3, size, size + 4),))
+    check(both, randn(3, 9, 12), also=(randn(3, 8, 13),))
+
+
 def test_average_pool_that_counts_padding_and_rounds_up(check: Callable) -> None:
     check(lambda x: aten.avg_pool2d(x, [3, 3], [2, 2], [1, 1], True), randn(2, 3, 10, 10))
 

@@ -79,7 +79,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("windows of unequal sizes", ("fractional_max_pool*",)),
     Gap("windows of unequal sizes over planes of unknown size", ("adaptive_max_pool*",), "windows of unknown size"),
     Gap("pooling to a size that is not known", ("adaptive_max_pool*",), "to dimensions of unknown size"),
-    Gap("rounded up, ONNX has other windows, and ONNX Runtime other divisors", ("avg_pool*", "max_pool*"), "ceil_mode"),
+    Gap("rounded up, ONNX has other windows", ("avg_pool*", "max_pool*"), "ceil_mode"),
     Gap("the CPU provider has no pooling of integers", ("max_pool*", "adaptive_max_pool*", "avg_pool*"), "Pool kernel for INT"),
     Gap("a transposed convolution to a size that is not known", ("col2im",), "an image of a size that is not known"),
     Gap("PyTorch rounds interpolated bytes", ("upsample_*", "_upsample_*"), "interpolated integers"),
