@@ -19,6 +19,7 @@ from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, in
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
+from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.recompute import recompute
@@ -57,6 +58,7 @@ def lower_joint(
     graph = module.graph
     mark_effects(graph)
     drop_relayouts(graph)
+    fuse_cross_entropy(graph)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)

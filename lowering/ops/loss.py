@@ -14,6 +14,13 @@ from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
 
+_library = torch.library.Library("ort_training", "FRAGMENT")
+_library.define(
+    "cross_entropy_backward(Tensor grad_output, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, "
+    "Tensor total_weight) -> Tensor"
+)
+CROSS_ENTROPY_BACKWARD = torch.ops.ort_training.cross_entropy_backward.default
+
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's Reduction
 
 
@@ -74,20 +81,63 @@ def nll_loss_forward(op, self, target, weight, reduction, ignore_index):
     return (op.Div(loss, total_weight) if reduction == _MEAN else loss), total_weight
 
 
+def _row_gradient(
+    op: Any,
+    grad_output: ir.Value,
+    self: ir.Value,
+    target: ir.Value,
+    weight: ir.Value | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: ir.Value,
+) -> RowGradient:
+    index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
+    if reduction == _MEAN:
+        grad_output = op.Div(grad_output, total_weight)
+    elif reduction == _NONE and (self.shape.rank() > 1 or not target.shape.rank()):  # type: ignore[union-attr]
+        grad_output = op.Unsqueeze(grad_output, int64s(op, [axis]))
+    # Without a counted row the division gives nan or inf, which no row may see.
+    entry = op.Where(counted, op.Neg(op.Mul(weights, grad_output)), scalar_like(op, 0.0, self))
+    return RowGradient(index, typed(entry, self.dtype, index.shape), axis)
+
+
 @register(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(op, grad_output, self, target, weight, reduction, ignore_index, total_weight):
     """nll_loss_backward(Tensor grad_output, Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index,
     Tensor total_weight) -> Tensor
     """
-    index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
-    if reduction == _MEAN:
-        grad_output = op.Div(grad_output, total_weight)
-    elif reduction == _NONE and (self.shape.rank() > 1 or not target.shape.rank()):
-        grad_output = op.Unsqueeze(grad_output, int64s(op, [axis]))
-    # Without a counted row the division gives nan or inf, which no row may see.
-    entry = op.Where(counted, op.Neg(op.Mul(weights, grad_output)), scalar_like(op, 0.0, self))
-    row = RowGradient(index, typed(entry, self.dtype, index.shape), axis)
+    row = _row_gradient(op, grad_output, self, target, weight, reduction, ignore_index, total_weight)
     zeros = op.ConstantOfShape(op.Shape(self), value=ir.tensor([0.0], dtype=self.dtype))
     result = row.add_to(op, typed(zeros, self.dtype, self.shape))
     result.meta["row_gradient"] = row
     return result
+
+
+@register(CROSS_ENTROPY_BACKWARD)
+def cross_entropy_backward(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight):
+    """ort_training::cross_entropy_backward(Tensor grad_output, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,
+    SymInt ignore_index, Tensor total_weight) -> Tensor
+
+    `passes.cross_entropy` writes it: the gradient of the logits, the probabilities times each row's weight and less it at the target.
+    """
+    row = _row_gradient(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight)
+    return row.add_to(op, op.Mul(op.Exp(log_probabilities), op.Neg(row.value)))
+
+
+def _cross_entropy_backward(
+    grad_output: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """The operator in PyTorch: where a dtype has no kernels in ONNX Runtime."""
+    rank = log_probabilities.dim()
+    likelihood = aten.nll_loss2d_backward if rank > 2 else aten.nll_loss_backward
+    gradient = likelihood(grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight)
+    return aten._log_softmax_backward_data(gradient, log_probabilities, 1 if rank > 1 else 0, log_probabilities.dtype)
+
+
+_library.impl("cross_entropy_backward", _cross_entropy_backward, "CompositeExplicitAutograd")
