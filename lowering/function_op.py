@@ -20,7 +20,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.function_site import SITES, Site, Slot
-from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, kinds, release_context, to_carrier
+from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, kinds, number_of, release_context, to_carrier
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
@@ -152,7 +152,7 @@ class FunctionCall(PythonCall):
         count = site.tensor_count
         ints: Sequence[Any] = ()
         if self._ints:
-            numbers = iter([tensor.item() for tensor in tensors[count:]])
+            numbers = iter([number_of(tensor) for tensor in tensors[count:]])
             ints = [next(numbers) if value is None else value for value in self._ints]
             del tensors[count:]
         for i, dtype in self._arriving:

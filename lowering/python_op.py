@@ -122,9 +122,14 @@ def waited(target: Callable[..., Any]) -> Callable[..., Any]:
 
 def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
-        return tensor.item()
+        return number_of(tensor)
     value = from_carrier(tensor, slot.dtype)
     return value if slot.stride is None else laid_out(value, slot.stride)
+
+
+def number_of(tensor: torch.Tensor) -> int | float | bool:
+    """The number that a 0-d tensor holds, or that stands in the shape of one without elements (`passes.host_values`)."""
+    return tensor.item() if tensor.dim() == 0 else tensor.shape[0] - tensor.shape[1]
 
 
 def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -29,14 +29,14 @@ def add_inputs(
             lowering.bind(node, fake)
         elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
             lowering.add_input(node, node.name)
-            inputs.append(input_of(position, fake))
+            inputs.append(input_of(position, fake, as_shape=lowering.target.sizes_on_host))
     return tuple(inputs)
 
 
-def input_of(position: int, fake: Any) -> Input:
-    """The input for a tensor or number like `fake` at that place among the arguments."""
+def input_of(position: int, fake: Any, *, as_shape: bool = False) -> Input:
+    """The input for a tensor or number like `fake` at that place among the arguments; `as_shape`: `GraphLowering.add_input`'s form of integers."""
     if not isinstance(fake, torch.Tensor):
-        return Input(position, None)
+        return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
     return Input(position, fake.dtype, is_empty=any(isinstance(size, int) and size == 0 for size in fake.shape))
 
 

@@ -273,7 +273,11 @@ class _Writer:
     def _session(self, region: _Region) -> None:
         for node in region.inputs:
             self._need(node)
-        inputs = tuple(input_of(self._slots[node], node.meta["val"]) for node in region.inputs)
+        values = region.lowered.model.graph.inputs
+        inputs = tuple(
+            input_of(self._slots[node], node.meta["val"], as_shape=value.dtype == ir.DataType.UINT8)
+            for node, value in zip(region.inputs, values, strict=True)
+        )
         self._reads.append([one.position for one in inputs])
         self._steps.append(
             SessionStep(

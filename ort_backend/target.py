@@ -50,6 +50,11 @@ class OrtTarget:
         return "cuda" if self.provider in ("CUDAExecutionProvider", "TensorrtExecutionProvider") else "cpu"
 
     @property
+    def sizes_on_host(self) -> bool:
+        """Whether values are on a device and sizes on the host, so that a number goes from the one to the other by ways of its own."""
+        return self.device_type == "cuda"
+
+    @property
     def has_half_kernels(self) -> bool:
         """Whether float16 and bfloat16 have kernels of their own, or are computed in float32 between casts."""
         return self.device_type == "cuda"

@@ -29,11 +29,13 @@ class Input:
         position: Where it stands among the callable's arguments.
         dtype: The tensor's dtype; None for a Python int (a symbolic size).
         is_empty: Whether the tensor has no elements.
+        as_shape: Whether a Python int n travels as the shape of a tensor without elements: (n, 0, 0), or (0, -n, 0) if it is negative.
     """
 
     position: int
     dtype: torch.dtype | None
     is_empty: bool = False
+    as_shape: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
 
 def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     dtype = one.dtype
+    if one.as_shape:
+        return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8)
     if dtype is None:
         return torch.tensor
     if one.is_empty:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
