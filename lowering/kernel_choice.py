@@ -25,6 +25,14 @@ _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.
 _TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default}
 
 
+# For a GPU. ONNX Runtime has no backward of such kernels.
+_FUSED_ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
+}  # fmt: skip
+
+
 def pytorch_may_run(target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch may take the place of one of ONNX Runtime's."""
     return target.whole_graphs and target.device_type == "cpu" and target.kernels != "onnxruntime"
@@ -39,6 +47,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     """
     if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
         return "oneDNN's kernels, as in eager PyTorch"
+    if node.target in _FUSED_ATTENTION and target.whole_graphs and target.kernels != "onnxruntime":
+        return "PyTorch's fused attention, as in eager PyTorch"
     if not pytorch_may_run(target):
         return None
     if target.kernels == "pytorch":
