@@ -23,7 +23,7 @@ from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, 
 from ort_backend.lowering.composites import whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
-from ort_backend.options import CompileOptions
+from ort_backend.options import NO_CUDA_GRAPHS, CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
@@ -63,6 +63,8 @@ def ort_training(
     """
     # 1. What is asked for, and what there is.
     settings = CompileOptions.parse(options)
+    if mode == "reduce-overhead":
+        raise OptionError(f"mode='reduce-overhead': {NO_CUDA_GRAPHS}")
     if mode is not None:
         raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()

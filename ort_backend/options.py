@@ -11,6 +11,11 @@ from typing import Any
 from ort_backend.errors import OptionError
 
 OPSETS = range(18, 22)
+# Read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls, begins captures but never replays one.
+NO_CUDA_GRAPHS = (
+    "this backend captures no CUDA graphs: ONNX Runtime replays them in plain runs of a session, and a training session runs in two halves, "
+    "forward and backward. Leave the setting out"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,8 @@ class CompileOptions:
     def __post_init__(self) -> None:
         _require(self.provider is None or isinstance(self.provider, str), "provider", self.provider, "a provider name or None")
         _require(isinstance(self.provider_options, Mapping), "provider_options", self.provider_options, "a dict")
+        if str(self.provider_options.get("enable_cuda_graph", 0)) not in ("0", "False"):
+            raise OptionError(f"provider_options['enable_cuda_graph']: {NO_CUDA_GRAPHS}")
         _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
         _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
         _require(self.autograd_functions in ("opaque", "inline"), "autograd_functions", self.autograd_functions, "'opaque' or 'inline'")
@@ -91,6 +98,8 @@ class CompileOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         given: dict[str, Any] = {**options} if options else {}
         for name in given:
+            if name == "cuda_graphs":
+                raise OptionError(f"option 'cuda_graphs': {NO_CUDA_GRAPHS}")
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
