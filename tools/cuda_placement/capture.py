@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ort_backend import compiler
+from ort_backend.lowering.function_site import SITES, TensorResult
 
 _CUDA, _CPU = torch.device("cuda:0"), torch.device("cpu")
 # Functions that make a tensor where no device is given.
@@ -40,7 +41,13 @@ def as_on_cuda() -> Iterator[None]:
         assert mode is not None
         numbers = [_is_number(node) for node in gm.graph.find_nodes(op="placeholder")]
         inputs = [one if number else _on_cuda(one, mode) for one, number in zip(example_inputs, numbers, strict=True)]
-        trace(_moved(gm, mode), inputs, **callbacks)
+        kept = {site: site.inputs for site in SITES.values()}  # autograd.Functions, as Dynamo saw them on the CPU
+        for site in kept:
+            site.inputs = tuple((rank, dtype, _CUDA) for rank, dtype, _ in site.inputs)
+        with mock.patch.object(TensorResult, "empty", lambda self: torch.empty(self.shape, dtype=self.dtype, device=_CUDA)):
+            trace(_moved(gm, mode), inputs, **callbacks)
+        for site, inputs in kept.items():
+            site.inputs = inputs
         return gm
 
     nothing = mock.patch.object(torch.cuda, "_lazy_init", lambda: None)  # some operators ask for it even of fake tensors
