@@ -199,7 +199,24 @@ def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
         return op.Reshape(tensor, as_vector(op, size), allowzero=1)
     if empty or wanted.count(-1) > 1:
         return op.Reshape(tensor, as_vector(op, size), allowzero=int(-1 not in [p for p in size if not isinstance(p, ir.Value)]))
+    elements = math.prod(part for part in source if isinstance(part, int)) if all(isinstance(part, int) for part in source) else None
+    if elements is not None and 0 not in wanted:
+        wanted = [part if part > 0 else elements // -math.prod(wanted) for part in wanted]
+        tensor = _before_reshapes(tensor)
+        if tensor.shape is not None and list(tensor.shape) == wanted:
+            return tensor
     return op.Reshape(tensor, as_vector(op, wanted))
+
+
+def _before_reshapes(tensor: ir.Value) -> ir.Value:
+    """What `tensor` is a reshape of, with sizes that are all constants (others may be there to keep an order)."""
+    maker = tensor.producer()
+    while maker is not None and maker.op_type == "Reshape" and not maker.domain:
+        source, size = maker.inputs
+        if source is None or size is None or size.const_value is None or source.dtype is None or source.shape is None or not source.shape.is_static():
+            break
+        tensor, maker = source, source.producer()
+    return tensor
 
 
 def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:

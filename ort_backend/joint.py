@@ -24,6 +24,7 @@ from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
+from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -59,6 +60,7 @@ def lower_joint(
     mark_effects(graph)
     drop_relayouts(graph)
     fuse_cross_entropy(graph)
+    fuse_scales(graph)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)

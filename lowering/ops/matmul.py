@@ -14,6 +14,11 @@ from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
 
+_library = torch.library.Library("ort_training", "FRAGMENT")
+_library.define("scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor")
+_library.impl("scaled_bmm", lambda self, mat2, alpha: torch.bmm(self, mat2) * alpha, "CompositeExplicitAutograd")
+SCALED_BMM = torch.ops.ort_training.scaled_bmm.default
+
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FUSED = ("com.microsoft::FusedMatMul",)
 
@@ -106,6 +111,18 @@ def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir
 def bmm(op, self, mat2):
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
     return _matmul(op, self, mat2)
+
+
+@register(SCALED_BMM, requires=_FUSED)
+def scaled_bmm_fused(op, self, mat2, alpha):
+    """ort_training::scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor: `passes.scales` writes it."""
+    return _product(op, self, mat2, alpha)
+
+
+@register(SCALED_BMM)
+def scaled_bmm(op, self, mat2, alpha):
+    """ort_training::scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor"""
+    return _scaled(op, _matmul(op, self, mat2), alpha)
 
 
 @register(aten.baddbmm.default, requires=_FUSED, promote="output")
