@@ -61,3 +61,8 @@ def length(op: Any, tensor: ir.Value, at: int) -> int | ir.Value:
     """The size of one axis: a number, or an int64 scalar of the graph."""
     known = size(tensor, at)
     return size_of(op, tensor, at) if known is None else known
+
+
+def element_count(op: Any, tensor: ir.Value) -> ir.Value:
+    """The number of elements: an int64 scalar of the graph. Size would do, but for its missing kernels for 16 bits (ORT 1.19)."""
+    return op.ReduceProd(op.Shape(tensor), keepdims=0)

@@ -15,6 +15,7 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import registry, symbolic, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
@@ -390,7 +391,7 @@ class GraphLowering:
         if node.target is aten.sym_size.int:
             return symbolic.size_of(self.op, *args)
         if node.target is aten.sym_numel.default:
-            return self.op.Size(args[0])
+            return element_count(self.op, args[0])
         if node.target is aten._local_scalar_dense.default:
             dtype, _ = self._calls.type_of(node.meta["val"])
             return self.op.Reshape(self.op.Cast(args[0], to=dtype), constant(self.op, [], ir.DataType.INT64))

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, size
+from ort_backend.lowering.axes import element_count, length, size
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
@@ -132,7 +132,7 @@ def _maxima(
     largest = _reduced(op, rows, bags, count, width, -math.inf, "max", dtype)
     fill = constant(op, [[0.0]], dtype)
     padded = op.Concat(largest, op.Expand(fill, as_vector(op, [1, width])), axis=0)
-    total = op.Size(indices)
+    total = element_count(op, indices)
     position = op.Range(constant(op, 0, ir.DataType.INT64), total, constant(op, 1, ir.DataType.INT64))
     candidates = op.Where(op.Equal(rows, op.Gather(padded, bags, axis=0)), _column(op, position), total)
     none = op.Expand(total, as_vector(op, [_plus(op, count, 1), width]))

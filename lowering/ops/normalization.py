@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.registry import Unsupported, register
@@ -167,7 +168,7 @@ def _count(op: Any, input: ir.Value) -> float | ir.Value:
         return float(math.prod(sizes))  # type: ignore[arg-type]
     channels = input.shape[1]  # type: ignore[index]
     known = constant(op, channels, ir.DataType.INT64) if isinstance(channels, int) else size_of(op, input, 1)
-    return op.Cast(op.Div(op.Size(input), known), to=input.dtype)
+    return op.Cast(op.Div(element_count(op, input), known), to=input.dtype)
 
 
 def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float) -> list[ir.Value]:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported, register
@@ -103,7 +104,7 @@ def scatter_maxima(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.V
     flat = indices.meta.get("flat_indices")
     if flat is not None:
         grad, index = (op.Reshape(tensor, int64s(op, [-1])) for tensor in (grad_output, flat))
-        shape, axis = op.Unsqueeze(op.Size(self), int64s(op, [0])), 0
+        shape, axis = op.Unsqueeze(element_count(op, self), int64s(op, [0])), 0
     else:
         lead = op.Shape(self, start=0, end=-spatial)
         rows = op.Concat(lead, int64s(op, [-1]), axis=0)

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axis, length, rank, size
+from ort_backend.lowering.axes import axis, element_count, length, rank, size
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.dtypes import to_ir, to_torch
 from ort_backend.lowering.registry import register
@@ -190,7 +190,7 @@ def roll(op: Any, self: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = 
         if rank(self) == 1:
             return roll(op, self, shifts, [0])
         flat = op.Reshape(self, int64s(op, [-1]))
-        return op.Reshape(_rolled(op, flat, shifts[0], op.Size(self), 0), op.Shape(self))
+        return op.Reshape(_rolled(op, flat, shifts[0], element_count(op, self), 0), op.Shape(self))
     for shift, dim in zip(shifts, dims):
         at = axis(self, dim)
         self = _rolled(op, self, shift, length(op, self, at), at) if rank(self) else self
