@@ -42,6 +42,9 @@ def keep_on_host(graph: ir.Graph) -> None:
         if node in arithmetic or node.op_type in _ROOTS:
             continue
         for i, value in enumerate(node.inputs):
+            if value is not None and _orders(value, node, i) and (link := to_device(value)) is not None:
+                node.replace_input_with(i, link)
+                continue
             if value is None or value not in host or i in _ON_HOST.get(node.op_type, ()):
                 continue
             if node.op_type == "PythonOp":
@@ -63,6 +66,16 @@ def _worked_out(graph: ir.Graph) -> tuple[set[ir.Value], set[ir.Node]]:
                 host.update(node.outputs)
                 arithmetic.add(node)
     return host, arithmetic
+
+
+def _orders(value: ir.Value, node: ir.Node, i: int) -> bool:
+    """Whether an input is the context of an earlier Python node, which is on the host, and there to keep the order.
+
+    ONNX Runtime would run a node on the CPU that takes nothing but such values and inputs of the graph.
+    """
+    producer = value.producer()
+    is_context = producer is not None and producer.op_type == "PythonOp" and value is producer.outputs[0]
+    return is_context and (node.op_type in ("PythonOp", "YieldOp") or (node.op_type == "PythonOpGrad" and i > 0))
 
 
 def is_about_sizes(node: ir.Node) -> bool:

@@ -43,3 +43,14 @@ print(json.dumps(dataclasses.asdict(place({name!r}))))
     assert placed["copies"] == 0, placed["names"]
     assert set(placed["cpu"]) <= SIZES, placed["names"]
     assert not placed["python"]
+
+
+def test_functions_on_parameters_are_on_the_device(over_stand_in: Run) -> None:
+    """ONNX Runtime would take a Python node to the CPU whose inputs are inputs of the graph and a link from another such node."""
+    code = """
+import dataclasses, json
+from tools.cuda_placement.placement import place
+print(json.dumps(dataclasses.asdict(place("quantised_function"))))
+"""
+    placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
+    assert placed["copies"] == 0 and "PythonOp" not in placed["cpu"], placed["names"]
