@@ -14,7 +14,7 @@ _ROOTS = {"Shape", "Size"}
 _ARITHMETIC = {
     "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual",
     "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Sqrt",
-    "Squeeze", "Sub", "Unsqueeze", "Where",
+    "Squeeze", "Sub", "Unsqueeze", "Where", "Xor",
 }  # fmt: skip
 # Inputs that the CUDA provider's kernels read on the host (1.19.2).
 _ON_HOST: dict[str, tuple[int, ...]] = {
@@ -139,6 +139,9 @@ class _ToDevice:
         if producer is not None and producer.op_type == "Cast" and producer.inputs[0] is not None and producer.inputs[0].dtype == _INT64:
             before = self(producer.inputs[0])
             return None if before is None else self._cast(before, value.dtype, shape)
+        if value.dtype == ir.DataType.BOOL:
+            before = self(self._cast(value, _INT64, shape))
+            return None if before is None else self._cast(before, ir.DataType.BOOL, shape)
         if value.dtype not in (_INT64, *_FLOATS):
             return None
         if shape.rank() == 0:
