@@ -19,6 +19,11 @@ ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
 
 @pytest.fixture(autouse=True)
 def _flags() -> Iterator[None]:
+    with torch.backends.__allow_nonbracketed_mutation():  # torch.testing, where it was imported, forbids to set flags
+        yield from _kept_flags()
+
+
+def _kept_flags() -> Iterator[None]:
     matmul, convolution = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     yield
     torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision = matmul, convolution
