@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -148,5 +149,7 @@ def test_two_processes(how: str) -> None:
         for process in processes:
             process.kill()
     for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+        # Rarely a process aborts behind its last line: what still refers to a gloo group at exit leaves its threads (pytorch/pytorch#190489).
+        late = process.returncode == -signal.SIGABRT and output.endswith("same as eager\nterminate called without an active exception\n")
+        assert process.returncode == 0 or late, output
         assert "same as eager" in output
