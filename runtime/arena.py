@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -31,8 +32,8 @@ def use_shared(options: ort.SessionOptions) -> None:
 
 
 def shrink() -> None:
-    """Gives the parts of the arena that nothing uses back to the system. Sessions may run meanwhile."""
-    if not _registered():
+    """Gives the parts of the arena that nothing uses back to the system. Sessions may run meanwhile; a process that ends has nothing to give."""
+    if sys.is_finalizing() or not _registered():
         return
     run_options = ort.RunOptions()
     run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ ORT_ERRORS = (
 )
 
 
+CPU_PROVIDER = "CPUExecutionProvider"
 # What TensorFloat-32 concerns.
 _PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
 _CONVOLUTIONS = {"Conv", "ConvGrad", "ConvTranspose", "ConvTransposeGrad"}
@@ -47,7 +47,7 @@ _CONVOLUTIONS = {"Conv", "ConvGrad", "ConvTranspose", "ConvTransposeGrad"}
 class SessionConfig:
     """How sessions are made: the options that concern ONNX Runtime, resolved."""
 
-    provider: str = "CPUExecutionProvider"
+    provider: str = CPU_PROVIDER
     device: int = 0  # its index, where there are several
     provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -68,7 +68,7 @@ class SessionConfig:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if self.provider == "CPUExecutionProvider":
+        if self.provider == CPU_PROVIDER:
             arena.use_shared(options)
         if self.optimized_path is not None:
             options.optimized_model_filepath = self.optimized_path
@@ -176,7 +176,8 @@ class Session:
         """Gives the session's memory back, once nothing that it made is in use."""
         if self._open is not None:
             self._open = None
-            arena.shrink()
+            if self._config.provider == CPU_PROVIDER:
+                arena.shrink()
 
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
@@ -191,7 +192,7 @@ class Session:
     def __del__(self) -> None:
         for registration in getattr(self, "_registrations", ()):
             registration.release()
-        if getattr(self, "_open", None) is not None and not sys.is_finalizing():
+        if getattr(self, "_open", None) is not None:
             self.close()
 
 
