@@ -19,7 +19,7 @@ import torch
 
 from ort_backend.lowering.autograd_function import call
 from ort_backend.lowering.function_behaviour import UnknownBehaviour, behaviour_of
-from ort_backend.lowering.function_site import Site, Slot, TensorResult
+from ort_backend.lowering.function_site import Reference, Site, Slot, TensorResult
 
 log = logging.getLogger(__name__)
 
@@ -274,4 +274,5 @@ class _Arguments:
             from torch._dynamo.guards import GuardBuilder, install_guard
 
             install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+            return Reference.to(value)
         return value

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_backend.lowering.function_site import Behaviour, Context, Site, Slot, TensorResult, held_tensors
+from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
 
 _fakes: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
 # Per compile (each has a fake mode of its own): the same call with the same kinds of arguments behaves the same.
@@ -315,7 +315,8 @@ def _signature(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _key(template: Any) -> tuple[Any, ...]:
-    leaves, spec = pytree.tree_flatten(template, is_leaf=lambda value: isinstance(value, Slot))
+    leaves, spec = pytree.tree_flatten(template, is_leaf=stands_for)
+    leaves = [leaf.target if isinstance(leaf, Reference) else leaf for leaf in leaves]  # Python makes one weak reference for each object
     plain = (bool, int, float, str, type(None), Slot, torch.dtype, torch.device)
     return (str(spec), *((type(leaf), leaf if isinstance(leaf, plain) else id(leaf)) for leaf in leaves))
 

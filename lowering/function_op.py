@@ -19,7 +19,7 @@ from ort_backend.lowering import function_run
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
-from ort_backend.lowering.function_site import SITES, Site, Slot
+from ort_backend.lowering.function_site import SITES, Reference, Site, Slot
 from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, kinds, number_of, release_context, to_carrier
 
 _names = itertools.count()
@@ -251,5 +251,7 @@ def _comment(site: Site) -> str:
 def _kind(argument: Any) -> str:
     if isinstance(argument, Slot):
         return argument.kind
+    if isinstance(argument, Reference):
+        return type(argument.value()).__name__
     text = repr(argument) if isinstance(argument, (bool, int, float, str, tuple, type(None))) else ""
     return text if 0 < len(text) <= 40 and "Slot(" not in text and " at 0x" not in text else type(argument).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,40 @@ class Slot:
 
     kind: str
     index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Stands in an argument template for an object that a guard of Dynamo's looks for where the user has it: the call must not keep it alive.
+
+    A process group that compiled code kept would be there when the process ends, long after `destroy_process_group`.
+
+    Attributes:
+        target: To the object.
+    """
+
+    target: weakref.ref[Any]
+
+    @classmethod
+    def to(cls, value: Any) -> Any:
+        """A reference; the object itself where Python has no weak references to it (numbers, tuples, ...) or would give it up at once (methods)."""
+        if isinstance(value, types.MethodType):
+            return value
+        try:
+            return cls(weakref.ref(value))
+        except TypeError:
+            return value
+
+    def value(self) -> Any:
+        """The object.
+
+        Raises:
+            ReferenceError: it is gone, though the code that got it runs: only without the guard.
+        """
+        value = self.target()
+        if value is None:
+            raise ReferenceError("an object that an autograd.Function was compiled with is gone: a guard on it was filtered out")
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +175,8 @@ class Site:
     Attributes:
         id: Its number in `SITES`.
         cls: The class. Its `forward` and `backward` are looked up at every run, as PyTorch does.
-        template: The arguments of `apply`, with a `Slot` for each tensor and symbolic number; containers may hold slots as well.
+        template: The arguments of `apply`, with a `Slot` for each tensor and symbolic number, and a `Reference` for objects of the user's;
+            containers may hold both as well.
         needs: For each argument of `apply`, what `ctx.needs_input_grad` says.
         differentiable: For each tensor, the argument that it is, where a gradient can go; None for tensors inside containers.
         autocast: Device type and dtype of each autocast region around the call.
@@ -160,14 +196,15 @@ class Site:
         self.signature: tuple[Any, ...] = ()
         self.inputs: tuple[tuple[int, torch.dtype, torch.device], ...] = ()
         self.context_type = context_type(cls)
-        slots = [leaf for leaf in pytree.tree_leaves(template, is_leaf=_is_slot) if isinstance(leaf, Slot)]
+        slots = [leaf for leaf in pytree.tree_leaves(template, is_leaf=stands_for) if isinstance(leaf, Slot)]
         self.tensor_count = sum(slot.kind != "int" for slot in slots)
         self.int_count = len(slots) - self.tensor_count
         places = {arg.index: i for i, arg in enumerate(template) if isinstance(arg, Slot) and arg.kind == "tensor"}
         self.differentiable = tuple(places.get(i) for i in range(self.tensor_count))
         self.requiring = [i for i in range(self.tensor_count) if self.needs_gradient(i)]
         self._plain = [(i, arg.index) for i, arg in enumerate(template) if isinstance(arg, Slot) and arg.kind == "tensor"]
-        self._other = [i for i, arg in enumerate(template) if _has_slots(arg) and not (isinstance(arg, Slot) and arg.kind == "tensor")]
+        plain = {position for position, _ in self._plain}
+        self._other = [i for i, arg in enumerate(template) if i not in plain and any(map(stands_for, pytree.tree_leaves(arg, is_leaf=stands_for)))]
         SITES[self.id] = self
 
     @property
@@ -186,7 +223,7 @@ class Site:
         for position, index in self._plain:
             arguments[position] = tensors[index]
         for position in self._other:
-            arguments[position] = pytree.tree_map(lambda leaf: _filled(leaf, tensors, ints), arguments[position], is_leaf=_is_slot)
+            arguments[position] = pytree.tree_map(lambda leaf: _filled(leaf, tensors, ints), arguments[position], is_leaf=stands_for)
         return arguments
 
     # -- the user's Python
@@ -236,6 +273,8 @@ class Site:
 
 
 def _filled(leaf: Any, tensors: Sequence[Any], ints: Sequence[Any]) -> Any:
+    if isinstance(leaf, Reference):
+        return leaf.value()
     if not isinstance(leaf, Slot):
         return leaf
     if leaf.kind == "int":
@@ -243,12 +282,9 @@ def _filled(leaf: Any, tensors: Sequence[Any], ints: Sequence[Any]) -> Any:
     return float(tensors[leaf.index]) if leaf.kind == "float" else tensors[leaf.index]
 
 
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, Slot)
-
-
-def _has_slots(value: Any) -> bool:
-    return any(isinstance(leaf, Slot) for leaf in pytree.tree_leaves(value, is_leaf=_is_slot))
+def stands_for(value: Any) -> bool:
+    """Whether a leaf of an argument template stands for the argument, which only a call knows."""
+    return isinstance(value, (Slot, Reference))
 
 
 def held_tensors(ctx: Context) -> list[torch.Tensor]:

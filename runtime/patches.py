@@ -1,8 +1,9 @@
-"""Puts back what `import onnxruntime` replaces in torch.
+"""Undoes what `import onnxruntime` leaves behind: it replaces functions of torch, and holds the frames of those who import it.
 
 onnxruntime-training (1.19.2) imports ORTModule whenever it is imported. That replaces `torch.manual_seed`, `torch.cuda.manual_seed` and
 `torch.utils.checkpoint.checkpoint` by functions of its own, and then fails on current versions of torch, but what it replaced stays
-replaced: Dynamo no longer knows the functions, so that activation checkpointing cannot be compiled, by any backend.
+replaced: Dynamo no longer knows the functions, so that activation checkpointing cannot be compiled, by any backend. It also keeps the
+error for later, with its traceback: every frame on the way to the import, the user's among them with the model in it, would live for ever.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ _REPLACED: tuple[tuple[Any, str, str], ...] = (
 
 
 def undo() -> None:
-    """Puts the originals back, whoever imported ONNX Runtime first. A failed import may have been tried, and have replaced, several times."""
+    """Puts the originals back and lets the frames go, whoever imported ONNX Runtime first. A failed import may have been tried several times."""
     for owner, name, original in _REPLACED:
         function = getattr(owner, name)
         while function is not None and (function.__module__ or "").startswith("onnxruntime."):
+            error = function.__globals__.get("_FALLBACK_INIT_EXCEPTION")
+            if error is not None:
+                error.__traceback__ = None
             seen = inspect.getclosurevars(function)
             function = seen.nonlocals.get(original) or seen.globals.get(original)
         if function is not None:

@@ -33,12 +33,6 @@ def _fresh_torch() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `device` runs on the CPU, and marked `cuda` on a CUDA device."""
-    if "device" in metafunc.fixturenames and not any("device" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize")):
-        metafunc.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a CUDA device, what is marked `cuda` is skipped."""
     if not torch.cuda.is_available():
@@ -48,10 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def python(tmp_path: Path) -> Callable[..., str]:
-    """`python(code, *arguments)`: what a fresh interpreter, started in an empty directory, prints; a failure shows its stderr."""
+def fresh_process(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`fresh_process(code, *arguments)`: what a fresh interpreter, started in an empty directory, printed and wrote to stderr."""
 
-    def run(code: str, *arguments: str, **environment: str) -> str:
+    def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         neutral = tmp_path / "neutral"
         neutral.mkdir(exist_ok=True)
         process = subprocess.run(
@@ -62,6 +56,12 @@ def python(tmp_path: Path) -> Callable[..., str]:
             text=True,
         )
         assert process.returncode == 0, process.stderr
-        return process.stdout.strip()
+        return process
 
     return run
+
+
+@pytest.fixture
+def python(fresh_process: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[..., str]:
+    """`python(code, *arguments)`: what a fresh interpreter prints; a failure shows its stderr."""
+    return lambda *arguments, **environment: fresh_process(*arguments, **environment).stdout.strip()

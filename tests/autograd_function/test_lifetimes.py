@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -151,6 +153,53 @@ def test_sites_die_with_their_graph() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert not set(SITES) - before
+
+
+FIRST_MODEL = """
+import gc, weakref
+import torch
+import ort_backend
+
+class Object:
+    pass
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, described):
+        return x * 2
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2, None
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.object = torch.nn.Linear(3, 3), Object()
+    def forward(self, x):
+        return Scale.apply(self.layer(x), {"of": self.object}).sum()
+
+def train():
+    model = Model()
+    torch.compile(model, backend="ort_training", fullgraph=True)(torch.ones(2, 3)).backward()
+    assert ort_backend.report().graphs[-1].functions == 1
+    return weakref.ref(model), weakref.ref(model.object)
+
+kept = train()
+gc.collect()
+print([one() is None for one in kept])
+"""
+
+
+def test_a_model_and_the_objects_that_its_functions_get_die(python: Callable[..., str]) -> None:
+    """In a fresh process: the frame that first compiles is also the one that imports ONNX Runtime, which keeps frames."""
+    assert python(FIRST_MODEL) == "[True, True]"
+
+
+def test_a_process_ends_in_silence(fresh_process: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """With a model, its sessions and a Function still alive."""
+    alive = "model = Model()\ntorch.compile(model, backend='ort_training')(torch.ones(2, 3)).backward()"
+    errors = fresh_process(FIRST_MODEL + alive).stderr.splitlines()
+    assert [line for line in errors if "Warning" not in line and not line.startswith("  ")] == []
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
