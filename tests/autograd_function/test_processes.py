@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 PROGRAM = '''
-import datetime, os, sys, warnings
+import datetime, gc, os, sys, warnings, weakref
 import torch, torch.distributed as dist
+import torch.distributed.nn  # its functions have the default group as a default argument: imported later, as Dynamo does, they keep it
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 import ort_backend
@@ -81,8 +81,7 @@ class Numpy(Function):
     def backward(ctx, g):
         return g * 2
 
-before = len(ort_backend.report().graphs)
-if sys.argv[1] == "unknown_shapes":
+def unknown_shapes():
     # Run on zeros by one process alone, the body would wait for the other for ever: the graph breaks in front of it, and the user reads why.
     compiled = torch.compile(lambda x: Numpy.apply(x * 3) + 1, backend="ort_training")
     x = torch.ones(2, requires_grad=True)
@@ -94,15 +93,15 @@ if sys.argv[1] == "unknown_shapes":
     assert any("infer_shape" in str(one.message) and "register_fake" in str(one.message) for one in caught), [str(one.message) for one in caught]
     # The one on fake tensors, and the call.
     assert calls == ["forward"] * 2, calls
-    print("same as eager")
-    sys.exit(0)
-if sys.argv[1] == "in_the_graph":
+
+def in_the_graph():
     def reduced(x, layer):
         y = layer(x)
         total, largest = y.detach() * 1, y.detach() + rank
         dist.all_reduce(total)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return y * total, largest
+    before = len(ort_backend.report().graphs)
     torch.manual_seed(0)
     layer, x = torch.nn.Linear(3, 3), torch.arange(6.0).view(2, 3) + rank
     compiled = torch.compile(reduced, backend="ort_training", fullgraph=True)
@@ -113,20 +112,28 @@ if sys.argv[1] == "in_the_graph":
             results.append((y.detach(), largest, *torch.autograd.grad(y.sum(), layer.parameters())))
         torch.testing.assert_close(*results)
     assert len(ort_backend.report().graphs) == before + 1
-    print("same as eager")
-    sys.exit(0)
-if sys.argv[1] == "tensor_parallel":
+
+def tensor_parallel():
     model, eager = (Parallel(dist.group.WORLD, rank) for _ in range(2))
-    compiled = torch.compile(model, backend="ort_training", fullgraph=True)
-    train(compiled, eager, 0)
+    train(torch.compile(model, backend="ort_training", fullgraph=True), eager, 0)
     assert calls == (["forward", "backward"] * 6), calls
-else:
+    assert sum(graph.functions for graph in ort_backend.report().graphs) == 2
+
+def ddp():
     model, eager = (DistributedDataParallel(Parallel(None, 0)) for _ in range(2))
     train(torch.compile(model, backend="ort_training"), eager, 10 * rank)
-functions = [graph.functions for graph in ort_backend.report().graphs[before:]]
-assert sum(functions) == 2, functions
+    assert sum(graph.functions for graph in ort_backend.report().graphs) == 2
+
+globals()[sys.argv[1]]()
+group = weakref.ref(dist.group.WORLD)
+torch._dynamo.reset()
 dist.destroy_process_group()
-print("same as eager")
+gc.collect()
+assert group() is None or sys.argv[1] != "ddp", gc.get_referrers(group())
+print("same as eager", flush=True)
+# Where traced code names a group, torch keeps it (aot_eager as well), and a gloo group that is there at the end of its process aborts at times,
+# in a thread of its own (pytorch/pytorch#190489): this process ends without giving anything up.
+os._exit(0)
 '''
 
 
@@ -149,7 +156,5 @@ def test_two_processes(how: str) -> None:
         for process in processes:
             process.kill()
     for process, output in zip(processes, outputs, strict=True):
-        # Rarely a process aborts behind its last line: what still refers to a gloo group at exit leaves its threads (pytorch/pytorch#190489).
-        late = process.returncode == -signal.SIGABRT and output.endswith("same as eager\nterminate called without an active exception\n")
-        assert process.returncode == 0 or late, output
+        assert process.returncode == 0, output
         assert "same as eager" in output
