@@ -46,6 +46,11 @@ def int64s(op: Any, values: Sequence[int]) -> ir.Value:
     return constant(op, np.array(values, dtype=np.int64), ir.DataType.INT64)
 
 
+def as_int64(op: Any, value: ir.Value) -> ir.Value:
+    """`value` as int64, the form in which ONNX takes indices."""
+    return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
+
+
 def scalar_like(op: Any, number: Scalar | ir.Value, tensor: ir.Value) -> ir.Value:
     """A number, or a symbolic one, as a 0-d tensor of `tensor`'s dtype."""
     assert tensor.dtype is not None

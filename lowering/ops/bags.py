@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import element_count, length, size
-from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.constants import as_int64, constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
 from ort_backend.lowering.ops.running import running_sum
@@ -26,10 +26,6 @@ Size = int | ir.Value
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _int64(op: Any, value: ir.Value) -> ir.Value:
-    return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
-
-
 def _plus(op: Any, number: Size, more: int) -> Size:
     return number + more if isinstance(number, int) else op.Add(number, constant(op, more, ir.DataType.INT64))
 
@@ -40,7 +36,7 @@ def _column(op: Any, value: ir.Value) -> ir.Value:
 
 def _bag_of_each(op: Any, indices: ir.Value, offsets: ir.Value) -> ir.Value:
     """(samples,) int64: how many offsets lie at or before a sample, less one."""
-    starts, samples = _int64(op, offsets), size(indices, 0)
+    starts, samples = as_int64(op, offsets), size(indices, 0)
     zeros = filled(op, [_plus(op, length(op, indices, 0), 1)], 0, ir.DataType.INT64)
     ones = filled(op, [length(op, offsets, 0)], 1, ir.DataType.INT64)
     marks = op.ScatterND(zeros, _column(op, starts), ones, reduction="add")
@@ -122,7 +118,7 @@ def embedding_bag(
 
 def _divisor(op: Any, counts: ir.Value, dtype: ir.DataType) -> ir.Value:
     """(bags, 1): the number of samples, 1 for a bag without any."""
-    return _column(op, op.Cast(op.Max(_int64(op, counts), constant(op, 1, ir.DataType.INT64)), to=dtype))
+    return _column(op, op.Cast(op.Max(as_int64(op, counts), constant(op, 1, ir.DataType.INT64)), to=dtype))
 
 
 def _maxima(
@@ -140,7 +136,7 @@ def _maxima(
     first = op.Slice(first, int64s(op, [0]), as_vector(op, [count]), int64s(op, [0]))
     empty = _column(op, op.Equal(counts, constant(op, 0, ir.DataType.INT64)))
     zero = constant(op, 0, ir.DataType.INT64)
-    chosen = op.Where(empty, zero, op.Gather(_int64(op, indices), op.Where(empty, zero, op.Min(first, op.Sub(total, 1))), axis=0))
+    chosen = op.Where(empty, zero, op.Gather(as_int64(op, indices), op.Where(empty, zero, op.Min(first, op.Sub(total, 1))), axis=0))
     return op.Where(empty, constant(op, 0.0, dtype), largest), chosen
 
 
@@ -175,12 +171,12 @@ def embedding_bag_backward(
     width = length(op, grad, 1)
     zeros = filled(op, [num_weights, width], 0.0, grad.dtype)
     if mode == _MAX:
-        filled_bags = op.Cast(op.Greater(_int64(op, bag_size), constant(op, 0, ir.DataType.INT64)), to=grad.dtype)
-        return op.ScatterElements(zeros, _int64(op, maximum_indices), op.Mul(grad, _column(op, filled_bags)), axis=0, reduction="add")
+        filled_bags = op.Cast(op.Greater(as_int64(op, bag_size), constant(op, 0, ir.DataType.INT64)), to=grad.dtype)
+        return op.ScatterElements(zeros, as_int64(op, maximum_indices), op.Mul(grad, _column(op, filled_bags)), axis=0, reduction="add")
     if mode == _MEAN:
         grad = op.Div(grad, _divisor(op, bag_size, grad.dtype))
     updates = _of_samples(op, grad, indices, offsets, bag_size, padding_idx)
-    flat = _int64(op, indices)
+    flat = as_int64(op, indices)
     flat.shape = indices.shape
     if per_sample_weights is not None:
         updates = op.Mul(updates, _column(op, per_sample_weights))

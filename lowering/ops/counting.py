@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import length, size
-from ort_backend.lowering.constants import int64s
+from ort_backend.lowering.constants import as_int64, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
 from ort_backend.lowering.ops.running import running_sum
@@ -20,10 +20,6 @@ aten = torch.ops.aten
 Size = int | ir.Value
 
 
-def _int64(op: Any, value: ir.Value) -> ir.Value:
-    return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
-
-
 @register(aten.repeat_interleave.Tensor)
 def repeat_interleave(op: Any, repeats: ir.Value, output_size: Size | None = None) -> ir.Value:
     """repeat_interleave.Tensor(Tensor repeats, *, SymInt? output_size=None) -> Tensor
@@ -32,7 +28,7 @@ def repeat_interleave(op: Any, repeats: ir.Value, output_size: Size | None = Non
     """
     if size(repeats, 0) == 0:
         raise Unsupported("repetitions of zero-sized tensors")
-    ends = running_sum(op, typed(_int64(op, repeats), ir.DataType.INT64, repeats.shape), 0)
+    ends = running_sum(op, typed(as_int64(op, repeats), ir.DataType.INT64, repeats.shape), 0)
     total = op.Slice(ends, int64s(op, [-1]), int64s(op, [2**63 - 1]), int64s(op, [0])) if output_size is None else as_vector(op, [output_size])
     marks = filled(op, op.Add(total, int64s(op, [1])), 0, ir.DataType.INT64)
     ones = filled(op, [length(op, repeats, 0)], 1, ir.DataType.INT64)
@@ -43,7 +39,7 @@ def repeat_interleave(op: Any, repeats: ir.Value, output_size: Size | None = Non
 @register(aten.bincount.default, promote="output", keep=("self", "minlength"))
 def bincount(op: Any, self: ir.Value, weights: ir.Value | None = None, minlength: Size = 0) -> ir.Value:
     """bincount(Tensor self, Tensor? weights=None, SymInt minlength=0) -> Tensor"""
-    numbers = _int64(op, self)
+    numbers = as_int64(op, self)
     last = op.Sub(as_vector(op, [minlength]), int64s(op, [1]))
     total = op.Add(op.ReduceMax(op.Concat(numbers, last, axis=0), keepdims=1), int64s(op, [1]))
     dtype = ir.DataType.INT64 if weights is None else weights.dtype

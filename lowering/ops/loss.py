@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported, register
 
@@ -52,7 +52,7 @@ def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ig
     """(index, counted, weight of each row, class axis): the targets with the class dimension, ignored ones pointing at class 0."""
     rank = self.shape.rank()  # type: ignore[union-attr]
     axis = 0 if rank == 1 else 1
-    target = op.Cast(target, to=ir.DataType.INT64) if target.dtype != ir.DataType.INT64 else target
+    target = as_int64(op, target)
     if rank > 1 or not target.shape.rank():  # type: ignore[union-attr]
         target = op.Unsqueeze(target, int64s(op, [axis]))
     if isinstance(ignore_index, ir.Value):
