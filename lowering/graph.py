@@ -13,9 +13,8 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import registry, symbolic, torchlib
+from ort_backend.lowering import registry, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
-from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
@@ -26,12 +25,13 @@ from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
-from ort_backend.lowering.passes.effects import DROPPED, has_effect
+from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
+from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class GraphLowering:
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []
         self._lowered = 0
-        self._symbols: dict[str, ir.Value] = {}
         self._calls = Calls(self.op, target)
+        self._symbols = SymbolicNumbers(self.op, self.graph, self._calls)
         self._functions = FunctionWriter(self.op)
         self._random_order: ir.Value | None = None
 
@@ -91,7 +91,7 @@ class GraphLowering:
         """Says that `node`'s value is `value`."""
         fake = node.meta.get("val")
         if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value):
-            self._remember_symbol(fake, value)
+            self._symbols.remember(fake, value)
         self.env[node] = value
 
     def add_output(self, value: ir.Value) -> None:
@@ -169,7 +169,7 @@ class GraphLowering:
     def _held(self, node: fx.Node) -> Any:
         """What stands for a node: as `value`, but a complex tensor may be `Complex`."""
         if node not in self.env:
-            self._lower_symbolic(node)
+            self.env[node] = self._symbols.lower(node, self._operand)
         return self.env[node]
 
     def _operand(self, node: fx.Node) -> Any:
@@ -208,7 +208,7 @@ class GraphLowering:
             LoweringError: a node cannot be expressed at all, or only as a `PythonOp` under `strict`.
         """
         for node in nodes:
-            if node not in self.env and not self._is_symbolic(node):
+            if node not in self.env and not is_symbolic_number(node):
                 with Provenance(self.graph, node):
                     self.env[node] = self._lower(node)
 
@@ -217,7 +217,7 @@ class GraphLowering:
             return self._attribute(node)
         if node.target is operator.getitem:
             return self._item(node)
-        if operator_name(node.target) in DROPPED:
+        if is_dropped(node):
             return None
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype and not _conjugates(node):  # type: ignore[union-attr]
             return self._held(node.args[0])  # type: ignore[arg-type]
@@ -348,62 +348,6 @@ class GraphLowering:
         if kind is None:
             raise LoweringError(f"constant {node.target} has dtype {owner.dtype}, which cannot be a constant of an ONNX graph{at(user_line(node))}")
         return constant(self.op, carried(owner.detach().cpu()), kind.dtype)
-
-    # -- symbolic numbers
-
-    def _is_symbolic(self, node: fx.Node) -> bool:
-        return "val" in node.meta and symbolic.is_symbolic(node.meta["val"]) and node.op == "call_function"
-
-    def _remember_symbol(self, fake: torch.SymInt, value: ir.Value) -> None:
-        name = symbolic.dim(fake)
-        if isinstance(name, str):
-            value.meta["symbol"] = name
-            self._symbols.setdefault(name, value)
-
-    def _symbol(self, name: str) -> ir.Value | None:
-        """The value of a size by the name of its expression, if it has been computed or is the size of a graph input."""
-        if name not in self._symbols:
-            for value in self.graph.inputs:
-                for axis, part in enumerate(value.shape or ()):
-                    if getattr(part, "value", None) == name:
-                        self._symbols[name] = symbolic.size_of(self.op, value, axis)
-        return self._symbols.get(name)
-
-    def _lower_symbolic(self, node: fx.Node) -> None:
-        fake = node.meta.get("val")
-        if not self._is_symbolic(node):
-            raise LoweringError(f"{node.format_node()} is used before it is computed")
-        if isinstance(fake, (int, float, bool)) and not isinstance(fake, torch.SymInt):
-            self.env[node] = fake
-            return
-        name = symbolic.dim(fake) if isinstance(fake, torch.SymInt) else None
-        if isinstance(name, int):
-            self.env[node] = name
-        elif name in self._symbols:
-            self.env[node] = self._symbols[name]
-        else:
-            self.bind(node, self._calls.stamp(self._write_symbolic(node), fake))
-
-    def _write_symbolic(self, node: fx.Node) -> ir.Value:
-        args: list[Any] = [fx.map_arg(arg, self._operand) for arg in node.args]
-        if isinstance(args[0], Complex):
-            args[0] = args[0].real
-        if node.target is aten.sym_size.int:
-            return symbolic.size_of(self.op, *args)
-        if node.target is aten.sym_numel.default:
-            return element_count(self.op, args[0])
-        if node.target is aten._local_scalar_dense.default:
-            dtype, _ = self._calls.type_of(node.meta["val"])
-            return self.op.Reshape(self.op.Cast(args[0], to=dtype), constant(self.op, [], ir.DataType.INT64))
-        if node.target is operator.getitem:
-            return args[0][args[1]]
-        if node.target not in symbolic.FUNCTIONS:
-            fake = node.meta["val"]  # a stride, an offset: written out from the sizes that it is made of
-            written = symbolic.of_expression(self.op, fake.node.expr, self._symbol) if isinstance(fake, torch.SymInt) else None
-            if isinstance(written, ir.Value):
-                return written
-            raise LoweringError(f"{operator_name(node.target)} of symbolic numbers has no ONNX form{at(user_line(node))}")
-        return symbolic.write(self.op, node.target, args)
 
 
 def _conjugates(node: fx.Node) -> bool:

@@ -22,8 +22,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.partition import is_random, shares_memory
-from ort_backend.lowering.passes.effects import DROPPED, has_effect
-from ort_backend.lowering.provenance import operator_name
+from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -95,11 +94,6 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
         reasons.update(dict.fromkeys(small, TOO_SMALL))
         steps = _phases(nodes, needs, reasons)
     return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons})
-
-
-def is_dropped(node: fx.Node) -> bool:
-    """Whether a node is a check of the tracer, which nothing runs."""
-    return operator_name(node.target) in DROPPED
 
 
 def is_value(node: fx.Node) -> bool:

@@ -13,13 +13,13 @@ from torch import fx
 from ort_backend.lowering.provenance import operator_name
 
 # Checks of the tracer, which Dynamo's guards have made: nothing runs them.
-DROPPED = {"aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
+_DROPPED = {"aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}
 
 
 def mark_effects(graph: fx.Graph) -> None:
     """Marks the nodes that have effects, in place, and replaces `with_effects(token, op, *args)` by `op(*args)`; tokens pass through."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns and operator_name(node.target) not in DROPPED:
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns and not is_dropped(node):
             node.meta["effect"] = True
     wrapper = getattr(torch.ops.higher_order, "with_effects", None)
     for node in list(graph.nodes):
@@ -48,3 +48,8 @@ def mark_effects(graph: fx.Graph) -> None:
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must run although nothing uses its result, and in its place among others like it."""
     return bool(node.meta.get("effect"))
+
+
+def is_dropped(node: fx.Node) -> bool:
+    """Whether a node is a check of the tracer, which nothing runs."""
+    return operator_name(node.target) in _DROPPED
