@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
+from torch._functorch.compile_utils import rand_ops
 
 from ort_backend.boundary import add_outputs, device_of, input_of, storage_order, tangent_outputs
 from ort_backend.errors import LoweringError
@@ -23,7 +24,7 @@ from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.partition import dependencies
+from ort_backend.lowering.partition import dependencies, is_random
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -72,10 +73,16 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
-    forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    with torch._functorch.config.patch(cse=torch._functorch.config.cse and not _has_draws_to_merge(joint.graph)):
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     save_bases(forward, backward, num_fwd_outputs)
     lay_out(forward, backward, num_fwd_outputs)
     return Halves(forward, backward, places)
+
+
+def _has_draws_to_merge(graph: fx.Graph) -> bool:
+    """Whether the partitioner would make one draw of two that are written alike: it knows most operators that draw, but not `exponential`."""
+    return any(is_random(node) and getattr(node.target, "overloadpacket", None) not in rand_ops for node in graph.nodes)
 
 
 def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str) -> RegionLowering:

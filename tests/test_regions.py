@@ -326,6 +326,13 @@ def test_draws_keep_their_order_among_sessions() -> None:
     same_as_eager(function, call(X), graphs=1, python_ops=["aten::bernoulli", "aten::native_dropout", "aten::randn"])
 
 
+def test_two_draws_that_are_written_alike_stay_two() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.empty_like(x).exponential_() - x * torch.empty_like(x).exponential_()) @ x.T
+
+    same_as_eager(function, call(X), python_ops=None)
+
+
 def test_values_go_with_their_last_reader() -> None:
     alive: list[int] = []
 
