@@ -104,6 +104,8 @@ class GraphLowering:
 
     def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
         """`value` with its dimensions permuted."""
+        assert value.shape is not None
+        kind, shape = value.type, ir.Shape([value.shape[d] for d in permutation])
         producer = value.producer()
         if producer is not None and producer.op_type == "Transpose" and "perm" in producer.attributes:
             # Two that cancel out are not left to ONNX Runtime: if nothing but a tangent is left, it cannot be fetched.
@@ -114,8 +116,7 @@ class GraphLowering:
             value = source
         identity = list(permutation) == list(range(len(permutation)))
         made = self.op.Identity(value) if identity else self.op.Transpose(value, perm=list(permutation))
-        assert value.shape is not None
-        made.type, made.shape = value.type, ir.Shape([value.shape[d] for d in permutation])
+        made.type, made.shape = kind, shape
         return made
 
     def dtype_of(self, node: fx.Node) -> ir.DataType:

@@ -313,6 +313,13 @@ def test_gradients_that_autograd_has_none_of_stay_none() -> None:
         assert ran.graphs[0].functions == 1 and seen[-2] == seen[-1] == [used == 1, used == 0]
 
 
+def test_pictures_of_changing_size_with_the_channels_innermost() -> None:
+    layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, stride=2)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    calls = [call(torch.randn(n, 3, s, s).to(memory_format=torch.channels_last)) for n, s in ((2, 8), (3, 6), (4, 10))]
+    same_as_eager(model, *calls, python_ops=None)
+
+
 # -- order and memory
 
 
