@@ -105,18 +105,22 @@ def _scaled_step(runner: Any, optimizer: torch.optim.Optimizer, scaler: Any, x: 
     return loss.detach(), scaler.get_scale()
 
 
-def test_a_step_with_infinite_gradients_is_skipped() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+
+
+@DEVICES
+def test_a_step_with_infinite_gradients_is_skipped(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
     reference = copy.deepcopy(model)
     sides = []
     with on_ort(graphs=1, forwards=4, backwards=4):
         for runner, module in ((compiled(model), model), (reference, reference)):
             optimizer = torch.optim.SGD(module.parameters(), 0.1)
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+            scaler = torch.amp.GradScaler(device, init_scale=2.0**8, growth_interval=2)
             sides.append((runner, optimizer, scaler))
         scales = []
         for poison in (False, True, False, False):
-            x = X.clone()
+            x = X.to(device, copy=True)
             if poison:
                 x[0, 0] = float("inf")
             before = [p.detach().clone() for p in model.parameters()]
@@ -131,19 +135,20 @@ def test_a_step_with_infinite_gradients_is_skipped() -> None:
     assert scales == [256.0, 128.0, 128.0, 256.0]
 
 
+@DEVICES
 @pytest.mark.parametrize("dtype", HALVES)
-def test_autocast_with_a_scaler_and_accumulation(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+def test_autocast_with_a_scaler_and_accumulation(dtype: torch.dtype, device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
     reference = copy.deepcopy(model)
     ran: Ran
     with on_ort(graphs=1, forwards=6) as ran:
         sides = [(compiled(model), model), (reference, reference)]
-        scalers = [torch.amp.GradScaler("cpu", init_scale=16.0) for _ in sides]
+        scalers = [torch.amp.GradScaler(device, init_scale=16.0) for _ in sides]
         optimizers = [torch.optim.SGD(module.parameters(), 0.1) for _, module in sides]
         for step in range(6):
             for (runner, _), scaler, optimizer in zip(sides, scalers, optimizers, strict=True):
-                with torch.autocast("cpu", dtype):
-                    loss = (runner(X + step) ** 2).mean() / 2
+                with torch.autocast(device, dtype):
+                    loss = (runner(X.to(device) + step) ** 2).mean() / 2
                 scaler.scale(loss).backward()
                 if step % 2:
                     scaler.step(optimizer)
