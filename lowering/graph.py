@@ -23,6 +23,7 @@ from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
+from ort_backend.lowering.onednn import implementation
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -303,7 +304,7 @@ class GraphLowering:
         elif is_random(node) or has_effect(node):
             values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
         else:
-            values, call = write_python_op(self.op, node.target, title, tuple(args), kwargs, fake, fakes)
+            values, call = write_python_op(self.op, implementation(node.target), title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))

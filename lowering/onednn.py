@@ -1,6 +1,7 @@
 """One layer and direction of an LSTM by the kernels that eager PyTorch runs in float32 on the CPU: oneDNN's, forward and backward.
 
 The size of their workspace is oneDNN's secret, so that it does not travel through the graph: a handle does, whose memory, once given back, frees it.
+States are (1, B, H), as the kernels take and give them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ONEDNN_LSTM_BACKWARD = torch.ops.ort_training.onednn_lstm_backward.default
 
 _LSTM_KIND = 2  # ideep::rnn_kind::LSTM (third_party/ideep/include/ideep/abstract_types.hpp)
 _numbers = itertools.count()
-_workspaces: dict[int, Tensor] = {}
+_workspaces: dict[int, tuple[Tensor, weakref.ref[np.ndarray]]] = {}
 
 
 def _biases(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ def _biases(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 
 @torch.library.register_fake("ort_training::onednn_lstm", lib=_library)
 def _(x: Tensor, h0: Tensor, c0: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape[0], *h0.shape), h0.new_empty(h0.shape), c0.new_empty(c0.shape), torch.empty((), dtype=torch.int64)
+    return x.new_empty(x.shape[0], *h0.shape[1:]), h0.new_empty(h0.shape), c0.new_empty(c0.shape), torch.empty((), dtype=torch.int64)
 
 
 @torch.library.impl(_library, "onednn_lstm", "CompositeExplicitAutograd")
@@ -45,16 +46,15 @@ def _forward(
     x: Tensor, h0: Tensor, c0: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None, reverse: bool, keep: bool
 ) -> tuple[Tensor, ...]:
     biases = _biases(w_ih, w_hh, b_ih, b_hh)
-    states = h0.unsqueeze(0).contiguous(), c0.unsqueeze(0).contiguous()
+    states = h0.contiguous(), c0.contiguous()
     shape: tuple[Any, ...] = ([], _LSTM_KIND, h0.shape[-1], 1, b_ih is not None, False, False, keep)
     with torch.set_grad_enabled(keep):  # without, there is no workspace, whatever `train` says (seen in torch 2.13)
-        y, hn, cn, workspace = aten.mkldnn_rnn_layer(x.contiguous(), w_ih, w_hh, *biases, *states, reverse, *shape)
-    memory = np.array(next(_numbers))
+        y, hn, cn, workspace = aten.mkldnn_rnn_layer.default(x.contiguous(), w_ih, w_hh, *biases, *states, reverse, *shape)
+    key = next(_numbers)
+    memory = np.array(key)
     if keep:
-        key = int(memory)
-        _workspaces[key] = workspace
-        weakref.finalize(memory, _workspaces.pop, key, None)
-    return y, hn.squeeze(0), cn.squeeze(0), torch.from_numpy(memory)
+        _workspaces[key] = workspace, weakref.ref(memory, lambda _: _workspaces.pop(key, None))
+    return y, hn, cn, torch.from_numpy(memory)
 
 
 @torch.library.register_fake("ort_training::onednn_lstm_backward", lib=_library)
@@ -81,14 +81,13 @@ def _backward(
     reverse: bool,
 ) -> tuple[Tensor, ...]:
     biases = _biases(w_ih, w_hh, b_ih, b_hh)
-    states = [one.unsqueeze(0).contiguous() for one in (h0, c0)]
-    finals = [one.unsqueeze(0).contiguous() for one in (hn, cn)]
-    tangents = [dy.contiguous(), *(one.unsqueeze(0).contiguous() for one in (dhn, dcn))]
+    states = [one.contiguous() for one in (h0, c0, y, hn, cn, dy, dhn, dcn)]
     shape: tuple[Any, ...] = (_LSTM_KIND, h0.shape[-1], 1, b_ih is not None, True, False, [], False)
-    dx, dw_ih, dw_hh, db, _, dh0, dc0 = aten.mkldnn_rnn_layer_backward(
-        *(x.contiguous(), w_ih, w_hh, *biases, *states, y, *finals, *tangents, reverse, *shape, _workspaces[int(handle)])
+    workspace, _ = _workspaces[handle.item()]  # type: ignore[index]
+    dx, dw_ih, dw_hh, db, _, dh0, dc0 = aten.mkldnn_rnn_layer_backward.default(
+        x.contiguous(), w_ih, w_hh, *biases, *states, reverse, *shape, workspace
     )
-    return dx, dh0.squeeze(0), dc0.squeeze(0), dw_ih, dw_hh, db.flatten()[: w_hh.shape[0]]
+    return dx, dh0, dc0, dw_ih, dw_hh, db.flatten()[: w_hh.shape[0]]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -104,3 +103,8 @@ def _gradients(ctx: Any, dy: Tensor, dhn: Tensor, dcn: Tensor, _: Any) -> tuple[
 
 
 torch.library.register_autograd("ort_training::onednn_lstm", _gradients, setup_context=_save, lib=_library)
+
+
+def implementation(target: Any) -> Any:
+    """What a node calls: these operators without PyTorch's dispatcher, whose layers in Python take as long as a small kernel; any other itself."""
+    return {ONEDNN_LSTM: _forward, ONEDNN_LSTM_BACKWARD: _backward}.get(target, target)

@@ -78,22 +78,33 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
 
     `declared` says which of `target`'s results the node has an output for; an operator may return None there (an unused workspace).
     """
-    unflatten = torch.utils._pytree.tree_unflatten
+    rebuild = _rebuilder(spec, len(constants))
+    wanted = [i for i, is_declared in enumerate(declared) if is_declared]
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         flat = list(constants)
         for slot, tensor in zip(slots, tensors, strict=True):
             if slot.position != _UNUSED:
                 flat[slot.position] = _arrive(slot, tensor)
-        args, kwargs = unflatten(flat, spec)
+        args, kwargs = rebuild(flat)
         with torch.no_grad():
             result = target(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
         mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
-        return [_own(to_carrier(_as_tensor(value)), mine) for value, wanted in zip(results, declared) if wanted]
+        return [_own(to_carrier(_as_tensor(results[i])), mine) for i in wanted]
 
     return PythonCall(f"{title}#{next(_names)}", title, run)
+
+
+def _rebuilder(spec: Any, count: int) -> Callable[[list[Any]], tuple[Any, Any]]:
+    """`tree_unflatten` for one structure: it walks over every leaf, which takes as long as a small kernel where no argument is a list."""
+    args, kwargs = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
+    names = list(kwargs)
+    if [*args, *kwargs.values()] != list(range(count)):
+        return lambda flat: torch.utils._pytree.tree_unflatten(flat, spec)
+    positional = len(args)
+    return lambda flat: (flat[:positional], dict(zip(names, flat[positional:])))
 
 
 def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 _ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
-# (inputs (T, B, I), initial states (B, H), weights, reverse) -> hidden states (T, B, H), final states
+# (inputs (T, B, I), initial states (1, B, H), weights, reverse) -> hidden states (T, B, H), final states (1, B, H)
 Layer = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, Sequence[Tensor]]]
 
 
@@ -74,23 +74,23 @@ def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Te
         return decomposition_table[aten.lstm.input](input, hx, params, has_biases, *rest)
     tensors = (input, *hx, *params)
     fast = onednn and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
-    y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, list(zip(hx[0].unbind(0), hx[1].unbind(0))), params, has_biases, *rest)
+    y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, hx, params, has_biases, *rest)
     return (y, *finals)
 
 
 def _gru(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
-    y, finals = _layers(_gru_layer, input, [(h,) for h in hx.unbind(0)], params, has_biases, *rest)
+    y, finals = _layers(_gru_layer, input, [hx], params, has_biases, *rest)
     return (y, *finals)
 
 
 def _rnn(relu: bool) -> Callable[..., tuple[Tensor, ...]]:
     def layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
         w_ih, w_hh, *biases = weights
-        y = RNN(linear(x, w_ih, _sum(biases)), states[0], w_hh, relu, reverse)
-        return y, [last(y, reverse)]
+        y = RNN(linear(x, w_ih, _sum(biases)), states[0].squeeze(0), w_hh, relu, reverse)
+        return y, _finals(reverse, y)
 
     def whole(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
-        y, finals = _layers(layer, input, [(h,) for h in hx.unbind(0)], params, has_biases, *rest)
+        y, finals = _layers(layer, input, [hx], params, has_biases, *rest)
         return (y, *finals)
 
     return whole
@@ -99,7 +99,7 @@ def _rnn(relu: bool) -> Callable[..., tuple[Tensor, ...]]:
 def _layers(
     layer: Layer,
     input: Tensor,
-    initial: Sequence[Sequence[Tensor]],
+    hx: Sequence[Tensor],
     params: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
@@ -110,6 +110,7 @@ def _layers(
 ) -> tuple[Tensor, list[Tensor]]:
     """The hidden states of the last layer, and each kind of final state, (layers * directions, B, H)."""
     x = input.transpose(0, 1) if batch_first else input
+    initial = list(zip(*(states.split(1) if states.size(0) > 1 else [states] for states in hx)))
     size, finals = 4 if has_biases else 2, []
     weights = [params[i : i + size] for i in range(0, len(params), size)]
     for number in range(num_layers):
@@ -122,13 +123,13 @@ def _layers(
         x = torch.cat(ways, -1) if bidirectional else ways[0]
         if dropout != 0 and train and number < num_layers - 1:
             x = torch.dropout(x, dropout, train=True)
-    return x.transpose(0, 1) if batch_first else x, [torch.stack(kind) for kind in zip(*finals)]
+    return x.transpose(0, 1) if batch_first else x, [torch.cat(kind) if len(kind) > 1 else kind[0] for kind in zip(*finals)]
 
 
 def _lstm_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
     w_ih, w_hh, *biases = weights
-    y, cells, *_ = LSTM(linear(x, w_ih, _sum(biases)), *states, w_hh, reverse)
-    return y, [last(y, reverse), last(cells, reverse)]
+    y, cells, *_ = LSTM(linear(x, w_ih, _sum(biases)), *(one.squeeze(0) for one in states), w_hh, reverse)
+    return y, _finals(reverse, y, cells)
 
 
 def _onednn_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
@@ -142,8 +143,12 @@ def _onednn_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 def _gru_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
     w_ih, w_hh, *biases = weights
     b_ih, b_hh = biases or (None, None)
-    y, *_ = GRU(linear(x, w_ih, b_ih), states[0], w_hh, b_hh, reverse)
-    return y, [last(y, reverse)]
+    y, *_ = GRU(linear(x, w_ih, b_ih), states[0].squeeze(0), w_hh, b_hh, reverse)
+    return y, _finals(reverse, y)
+
+
+def _finals(reverse: bool, *states: Tensor) -> list[Tensor]:
+    return [last(one, reverse).unsqueeze(0) for one in states]
 
 
 def _sum(biases: Sequence[Tensor]) -> Tensor | None:
