@@ -66,14 +66,17 @@ class Graph:
 def _step(path: Path, approximate: str = "none") -> Graph:
     """The graph of a step whose loss and gradients have been compared with eager's."""
     torch.manual_seed(0)
-    model = Model(approximate)
     tokens, mask = torch.randint(0, 20, (ROWS, LENGTH)), torch.full((LENGTH, LENGTH), -1e4).triu(1)
-    model(tokens, mask).backward()
+    return _compared(path, Model(approximate), tokens, mask)
+
+
+def _compared(path: Path, model: nn.Module, *args: torch.Tensor) -> Graph:
+    model(*args).backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="ort_training", options={"strict": True, "dump_dir": str(path)})
-    compiled(tokens, mask).backward()
+    compiled(*args).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5, msg=name)
     (made,) = path.glob("*.optimized.onnx")
@@ -131,3 +134,38 @@ def test_no_two_reshapes_follow_each_other(graph: Graph) -> None:
 def test_gelu_is_one_kernel(tmp_path: Path, approximate: str, kernel: str) -> None:
     counts = _step(tmp_path, approximate).counts
     assert counts[kernel] + counts[f"Bias{kernel}"] == LAYERS
+
+
+class Branches(nn.Module):
+    """An embedding that several products read, so that as many gradients meet in it."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, WIDTH)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return torch.stack([part(x).sin().sum() for part in self.parts]).sum()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_gradients_that_meet_in_a_tensor_are_added_without_anything_between(tmp_path: Path, count: int) -> None:
+    """One sum less than gradients, each of the product's own result: no zeros to start from, no copies.
+
+    `Sum` of all of them is no faster (`python -m benchmarks.fusions`) and keeps all of them until the last is there.
+    """
+    torch.manual_seed(0)
+    graph = _compared(tmp_path, Branches(count), torch.randint(0, 20, (ROWS, LENGTH)))
+    (scatter,) = graph.of("ScatterND")
+    assert scatter.input[2] in graph.makers
+    kinds = collections.Counter(node.op_type for node in _summed(graph, scatter.input[2]))
+    assert kinds["Add"] == count - 1 and kinds["MatMul"] + kinds["Gemm"] + kinds["FusedMatMul"] == count
+    assert set(kinds) <= {"Add", "Reshape", "MatMul", "Gemm", "FusedMatMul"}
+
+
+def _summed(graph: Graph, name: str) -> list[onnx.NodeProto]:
+    """The nodes from a sum of gradients up to the products whose results they are."""
+    node = graph.makers[name]
+    onward = {"Add": node.input, "Reshape": node.input[:1]}.get(node.op_type, ())
+    return [node, *(found for one in onward for found in _summed(graph, one))]
