@@ -6,7 +6,8 @@
     python -m benchmarks run --device cuda                     # models of real sizes, float32, and bfloat16 autocast
 
 Writes results.json, report.md with its plots, and table.md (a table for the README). The exit status is 1 if a backend failed, or computed
-another loss or gradient than eager. Single questions have scripts of their own: python -m benchmarks.{kernels,layers,shapes,overhead,kept}.
+another loss or gradient than eager. Single questions have scripts of their own:
+python -m benchmarks.{kernels,layers,shapes,overhead,kept,recurrent,fusions}.
 """
 
 from __future__ import annotations

@@ -95,6 +95,16 @@ def _large_transform(node: fx.Node) -> str | None:
     return "PyTorch's transforms are faster at this size"
 
 
+def lstm_by_onednn(length: int, batch: int, hidden: int) -> bool:
+    """Whether an LSTM layer runs by oneDNN's kernels inside PythonOps, and not as a Scan.
+
+    oneDNN's products of few rows with a wide matrix are slower than ONNX Runtime's, and two PythonOps cost as much as some steps of a Scan. Time of a
+    step as a Scan by that with oneDNN, at 16 steps: 0.8 for a hidden size of 64, of 256 0.5 (one row) and 0.8 (8 rows), of 512 0.3 and 0.9; at 64
+    steps and one row: 1.1 for 64, 0.9 for 256, 0.6 for 512; of 8 rows 1.0, 1.2, 1.6 (`python -m benchmarks.recurrent`).
+    """
+    return not ((length <= 16 and batch <= 8) or (length <= 64 and batch == 1 and hidden >= 256))
+
+
 def operator_class(node: fx.Node) -> str:
     """The operator's name, behind it the class of its shapes where these decide: `aten::convolution.default depthwise 3x3`."""
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -17,9 +17,11 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 
+from ort_backend.lowering import kernel_choice
 from ort_backend.lowering.composites import replaced_kernel
 from ort_backend.lowering.onednn import ONEDNN_LSTM
 from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
+from ort_backend.lowering.symbolic import hint
 
 aten = torch.ops.aten
 
@@ -73,7 +75,9 @@ def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Te
     if hx[0].size(2) != hx[1].size(2) or input.numel() == 0:  # projections
         return decomposition_table[aten.lstm.input](input, hx, params, has_biases, *rest)
     tensors = (input, *hx, *params)
-    fast = onednn and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+    length, batch = input.shape[1::-1] if rest[-1] else input.shape[:2]
+    sizes = [hint(size) for size in (length, batch, hx[0].size(2))]
+    fast = onednn and kernel_choice.lstm_by_onednn(*sizes) and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
     y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, hx, params, has_biases, *rest)
     return (y, *finals)
 

@@ -89,3 +89,18 @@ def test_long_attention_keeps_no_probabilities(length: int, causal: bool, operat
         ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"][:operators]
     )
     assert all(is_choice for _, _, is_choice in outside)
+
+
+@pytest.mark.parametrize(
+    "length, batch, hidden, by_onednn",
+    [(16, 1, 64, False), (16, 8, 512, False), (16, 32, 256, True), (64, 1, 256, False), (64, 1, 64, True), (64, 8, 256, True), (128, 1, 512, True)],
+)
+def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden: int, by_onednn: bool) -> None:
+    model, x = nn.LSTM(4, hidden), torch.randn(length, batch, 4)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        y, _ = torch.compile(model, backend="ort_training")(x)
+    torch.testing.assert_close(y, model(x)[0], rtol=1e-4, atol=1e-5)
+    assert {one.operator for one in ort_backend.report().graphs[-1].outside} == (
+        {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} if by_onednn else set()
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import onednn
+from ort_backend.lowering import kernel_choice, onednn
 
 SCANS = {"kernels": "onnxruntime"}  # LSTMs in float32 as ONNX Scans too, instead of oneDNN's kernels
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -23,6 +23,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("RNN", {"num_layers": 2, "dropout": 0.3}),
     ("RNN", {"nonlinearity": "relu", "bias": False, "bidirectional": True}),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _always_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LSTMs in float32, however small; by default such small ones are Scans."""
+    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes: True)
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +85,24 @@ def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> No
         "ort_training::onednn_lstm_backward": layers,
     }
     assert all(one.is_choice for one in graph.outside)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.MonkeyPatch, batch_first: bool) -> None:
+    asked = []
+
+    def choose(*sizes: int) -> bool:
+        asked.append(sizes)
+        return sizes == (7, 3, 6)
+
+    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", choose)
+    model = nn.LSTM(4, 6, batch_first=batch_first)
+    counts = []
+    for length in (7, 5):
+        torch._dynamo.reset()
+        x = torch.randn(3, length, 4) if batch_first else torch.randn(length, 3, 4)
+        counts.append(_same(model, x, []).python_ops)
+    assert counts == [2, 0] and set(asked) == {(7, 3, 6), (5, 3, 6)}
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])

@@ -1,0 +1,91 @@
+"""An LSTM layer by oneDNN's kernels inside PythonOps and as ONNX Scans, beside eager PyTorch: which is faster at which sizes.
+
+    python -m benchmarks.recurrent                                      # the sizes that `kernel_choice.lstm_by_onednn` rests on
+    python -m benchmarks.recurrent --hidden 256 --lengths 16 --batches 1 8
+
+One layer with as many inputs as hidden units, forward and backward with the gradient of its inputs, one thread. All three take turns in one
+process; the figures are medians of processor time over the rounds, which other processes disturb least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ort_backend.lowering import kernel_choice
+
+SECONDS, ROUNDS = 0.5, (5, 80)
+KINDS = ("eager", "oneDNN", "Scan")
+
+
+def make_step(kind: str, hidden: int, length: int, batch: int) -> Callable[[], None]:
+    """One training step of a layer without an optimiser; what is compiled has run once."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(hidden, hidden, batch_first=True), torch.randn(batch, length, hidden, requires_grad=True)
+    options = {"kernels": "onnxruntime"} if kind == "Scan" else {}
+    compiled = model if kind == "eager" else torch.compile(model, backend="ort_training", options=options, fullgraph=True)
+
+    def step() -> None:
+        compiled(x)[0].sum().backward()
+        model.zero_grad()
+        x.grad = None
+
+    with mock.patch.object(kernel_choice, "lstm_by_onednn", lambda *sizes: True):
+        step()
+    return step
+
+
+def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Processor time of a step in each round."""
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    whole = sum(_timed(step) for step in steps.values())
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / whole)))):
+        for name, step in steps.items():
+            times[name].append(_timed(step))
+    return times
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.process_time()
+    step()
+    return time.process_time() - started
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch._dynamo.config.allow_rnn = True
+    table = Table(title="milliseconds a step, and the ratio to eager's")
+    for heading in ("hidden", "length", "batch", *KINDS):
+        table.add_column(heading, justify="right")
+    for sizes in itertools.product(arguments.hidden, arguments.lengths, arguments.batches):
+        torch._dynamo.reset()
+        times = seconds({kind: make_step(kind, *sizes) for kind in KINDS})
+        table.add_row(*map(str, sizes), *(_cell(times[kind], times["eager"]) for kind in KINDS))
+    Console().print(table)
+
+
+def _cell(times: list[float], eager: list[float]) -> str:
+    ratio = "" if times is eager else f" ({statistics.median(a / b for a, b in zip(times, eager)):.2f})"
+    return f"{statistics.median(times) * 1e3:.2f}{ratio}"
+
+
+if __name__ == "__main__":
+    main()
