@@ -1,4 +1,4 @@
-"""New tensors: filled, counted, and copies into the shape of another."""
+"""New tensors: filled, and copies into the shape of another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import torch
 from ort_backend.lowering.axes import same_shape, sizes
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.dtypes import to_ir
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
 
 Size = int | ir.Value
 Number = bool | int | float | ir.Value
-_CONSTANT_UP_TO = 4096  # elements; a longer sequence is computed by the session
 
 # ONNX Runtime fills no bfloat16 tensors.
 _FILLED_AS = {ir.DataType.BFLOAT16: ir.DataType.FLOAT}
@@ -270,80 +269,7 @@ def copy(op: Any, self: ir.Value, src: ir.Value, non_blocking: bool = False) -> 
     return op.Expand(src, shape)
 
 
-# -- sequences
-
-
-def _sequence(op: Any, start: Number, end: Number, step: Number, dtype: torch.dtype | None) -> ir.Value:
-    numbers = (start, end, step)
-    if not any(isinstance(number, ir.Value) for number in numbers):
-        known = torch.arange(start, end, step, dtype=dtype)  # type: ignore[arg-type]
-        if known.numel() <= _CONSTANT_UP_TO or known.dtype.is_floating_point:
-            as_float = known.float() if known.dtype == torch.bfloat16 else known
-            return constant(op, as_float.numpy(), to_ir(as_float.dtype))
-    if any(_is_float(number) for number in numbers):
-        raise Unsupported("a sequence of fractions of dynamic length")
-    return op.Range(*(number if isinstance(number, ir.Value) else constant(op, int(number), ir.DataType.INT64) for number in numbers))
-
-
-def _is_float(number: Number) -> bool:
-    return number.dtype != ir.DataType.INT64 if isinstance(number, ir.Value) else isinstance(number, float)
-
-
-@register(aten.arange.default)
-def arange(op: Any, end: Number, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> ir.Value:
-    """arange(Scalar end, *, ScalarType? dtype=None, ...) -> Tensor"""
-    return _sequence(op, 0, end, 1, dtype)
-
-
-@register(aten.arange.start)
-def arange_start(
-    op: Any, start: Number, end: Number, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> ir.Value:
-    """arange.start(Scalar start, Scalar end, *, ScalarType? dtype=None, ...) -> Tensor"""
-    return _sequence(op, start, end, 1, dtype)
-
-
-@register(aten.arange.start_step)
-def arange_start_step(
-    op: Any,
-    start: Number,
-    end: Number,
-    step: Number = 1,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-) -> ir.Value:
-    """arange.start_step(Scalar start, Scalar end, Scalar step=1, *, ScalarType? dtype=None, ...) -> Tensor"""
-    return _sequence(op, start, end, step, dtype)
-
-
-@register(torch.ops.prims.iota.default)
-def iota(op: Any, length: Size, start: Size, step: Size, dtype: torch.dtype, device: Any, requires_grad: bool) -> ir.Value:
-    """iota(SymInt length, *, SymInt start, SymInt step, ScalarType dtype, Device device, bool requires_grad) -> Tensor"""
-    if not isinstance(length, ir.Value) and not isinstance(start, ir.Value) and not isinstance(step, ir.Value):
-        return _sequence(op, start, start + length * step, step, dtype)
-    end = op.Add(start, op.Mul(length, step) if step != 1 else length)
-    return op.Range(*(n if isinstance(n, ir.Value) else constant(op, n, ir.DataType.INT64) for n in (start, end, step)))
-
-
-@register(aten.linspace.default)
-def linspace(
-    op: Any,
-    start: Number,
-    end: Number,
-    steps: Size,
-    dtype: torch.dtype | None = None,
-    layout: Any = None,
-    device: Any = None,
-    pin_memory: Any = None,
-) -> ir.Value:
-    """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, ...) -> Tensor"""
-    if any(isinstance(number, ir.Value) for number in (start, end, steps)):
-        raise Unsupported("linspace of dynamic length or bounds")
-    known = torch.linspace(start, end, steps, dtype=dtype)  # type: ignore[arg-type]
-    as_float = known.float() if known.dtype == torch.bfloat16 else known
-    return constant(op, as_float.numpy(), to_ir(as_float.dtype))
+# -- matrices
 
 
 @register(aten.eye.default)
