@@ -10,7 +10,7 @@ import torch
 
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
 
@@ -20,6 +20,8 @@ _library.define(
     "Tensor total_weight) -> Tensor"
 )
 CROSS_ENTROPY_BACKWARD = torch.ops.ort_training.cross_entropy_backward.default
+
+Size = int | ir.Value
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's Reduction
 
@@ -48,15 +50,13 @@ class RowGradient:
         return op.ScatterElements(tensor, self.index, self.value, axis=self.axis, reduction="add")
 
 
-def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ignore_index: int) -> tuple[ir.Value, ir.Value, ir.Value, int]:
+def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ignore_index: Size) -> tuple[ir.Value, ir.Value, ir.Value, int]:
     """(index, counted, weight of each row, class axis): the targets with the class dimension, ignored ones pointing at class 0."""
     rank = self.shape.rank()  # type: ignore[union-attr]
     axis = 0 if rank == 1 else 1
     target = as_int64(op, target)
     if rank > 1 or not target.shape.rank():  # type: ignore[union-attr]
         target = op.Unsqueeze(target, int64s(op, [axis]))
-    if isinstance(ignore_index, ir.Value):
-        raise Unsupported("an ignore_index that is not a constant")
     counted = op.Not(op.Equal(target, scalar_like(op, ignore_index, target)))
     index = op.Where(counted, target, scalar_like(op, 0, target))
     if weight is None:
@@ -88,7 +88,7 @@ def _row_gradient(
     target: ir.Value,
     weight: ir.Value | None,
     reduction: int,
-    ignore_index: int,
+    ignore_index: Size,
     total_weight: ir.Value,
 ) -> RowGradient:
     index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)

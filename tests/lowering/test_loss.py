@@ -50,6 +50,21 @@ def test_everything_ignored(check: Callable) -> None:
     check(lambda g, x, t: aten.nll_loss_backward(g, x, t, None, 1, -100, torch.tensor(0.0)), randn(()), randn(4, 5), target)
 
 
+@reductions
+def test_what_is_ignored_is_a_size(check: Callable, reduction: int) -> None:
+    def loss(x: torch.Tensor, target: torch.Tensor, g: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ignored = x.shape[1]
+        out, pull = torch.func.vjp(lambda x: F.cross_entropy(x, target, ignore_index=ignored, reduction=("none", "mean", "sum")[reduction]), x)
+        backward = aten.nll_loss_backward(g, x, target, None, reduction, ignored, total)
+        return out, *pull(out.cos()), *aten.nll_loss_forward(x, target, None, reduction, ignored), backward
+
+    def sample(rows: int, classes: int) -> tuple[torch.Tensor, ...]:
+        target = torch.tensor([classes, *range(1, rows)])
+        return randn(rows, classes), target, randn(rows if reduction == 0 else ()), torch.tensor(2.3)
+
+    check(loss, *sample(4, 5), also=sample(3, 7))
+
+
 @pytest.mark.parametrize("dim", [2, 4])
 def test_cross_entropy_needs_no_dense_gradient_of_the_likelihood(check: Callable, dim: int) -> None:
     def loss(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
