@@ -21,7 +21,7 @@ from rich.table import Table
 from ort_backend.runtime import capabilities
 from ort_backend.supported import Support, supported
 
-_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u"}
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(shown: Sequence[Support], provider: str) -> Table:
-    caption = "f16, bf16, i8, u8 and i16 are computed in f32 and i32 on the CPU. Python: PyTorch runs it inside the session, for such arguments."
+    caption = (
+        "f16, bf16, i8, u8 and i16 are computed in f32 and i32 on the CPU, c64 and c128 as pairs of f32 and f64. "
+        "Python: PyTorch runs it inside the session, for such arguments."
+    )
     table = Table(title=f"operators on ONNX Runtime, {provider}", caption=caption)
     table.add_column("operator", overflow="fold", min_width=20)
     table.add_column("ONNX Runtime kernels", overflow="fold")

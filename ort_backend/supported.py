@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import decompositions, registry
+from ort_backend.lowering.complex_numbers import has_complex, is_complex
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.provenance import operator_name
@@ -25,7 +26,10 @@ from ort_backend.target import OrtTarget
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.complex64, torch.complex128),
 )
+# A complex tensor is lowered as two real ones, by lowerings that may be others than for real numbers: it has samples of its own.
+_TRACED = ((torch.float32, torch.int64, torch.bool), (torch.complex64,))
 # Argument patterns of an operator that are looked at, at most.
 _VARIANTS = 6
 
@@ -76,13 +80,15 @@ def supported(
         ModuleNotFoundError: the database needs a package that is not installed.
     """
     found = {operator_name(one): Support(operator_name(one), requires=_requirements(lowerings)) for one, lowerings in registry.registered().items()}
+    for one in registry.registered_complex()[0]:
+        found.setdefault(operator_name(one), Support(operator_name(one)))
     entries = operators()
     word = re.sub(r"(_forward|_backward(_data)?)?(\..*)?\$?$", "", pattern.removeprefix("^").removeprefix("aten::").lstrip("_"))
     chosen = [name for name, info in entries.items() if not word or word in name or word in (info.aten_name or "")] or list(entries)
     seen: dict[Any, set[str]] = {}
     for name in progress(chosen):
         for node, dtypes in _nodes(entries[name]):
-            variants = seen.setdefault(node.target, set())
+            variants = seen.setdefault((node.target, dtypes[0].is_complex), set())
             variant = _variant(node)
             if variant not in variants and len(variants) < _VARIANTS and re.search(pattern, operator_name(node.target)):
                 variants.add(variant)
@@ -96,11 +102,15 @@ def _requirements(lowerings: Sequence[registry.Lowering]) -> tuple[str, ...]:
 
 
 def _nodes(info: Any) -> Iterator[tuple[fx.Node, list[torch.dtype]]]:
-    """The operator calls, forward and backward, that samples of an entry lead to, and the dtypes that PyTorch takes there."""
+    """The operator calls, forward and backward, that samples of an entry lead to, and the dtypes that PyTorch takes there: the traced one first."""
     own = info.supported_dtypes("cpu")
-    traced = next((dtype for dtype in (torch.float32, torch.int64, torch.bool) if dtype in own), None)
-    if traced is None:
-        return
+    for choices in _TRACED:
+        traced = next((dtype for dtype in choices if dtype in own), None)
+        if traced is not None:
+            yield from _traced_nodes(info, traced, own)
+
+
+def _traced_nodes(info: Any, traced: torch.dtype, own: Collection[torch.dtype]) -> Iterator[tuple[fx.Node, list[torch.dtype]]]:
     for gradients in (True, False):
         try:
             graph = _joint_graph(Program(info.op, [one.given for one in samples(info, traced, 4, gradients=gradients)]))
@@ -109,8 +119,20 @@ def _nodes(info: Any) -> Iterator[tuple[fx.Node, list[torch.dtype]]]:
         others = info.supported_backward_dtypes("cpu") if gradients and info.supports_autograd else own
         for node in graph.nodes if graph is not None else ():
             if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and "val" in node.meta:
-                yield node, [traced, *(dtype for dtype in DTYPES if dtype is not traced and dtype in (others if _behind_tangents(node) else own))]
+                dtypes = _dtypes(node, traced, others if _behind_tangents(node) else own)
+                if dtypes:
+                    yield node, dtypes
         return
+
+
+def _dtypes(node: fx.Node, traced: torch.dtype, taken: Collection[torch.dtype]) -> list[torch.dtype]:
+    """The dtypes to look at a call in, that of its sample first: those of its arguments. None for the real numbers among complex samples."""
+    given = [one.meta.get("val") for one in node.all_input_nodes] or [node.meta["val"]]
+    if any(is_complex(one) for one in pytree.tree_leaves(given)):
+        return [torch.complex64, *([torch.complex128] if not traced.is_complex or torch.complex128 in taken else [])]
+    if traced.is_complex:
+        return [torch.float32, torch.float64] if has_complex(node) else []
+    return [traced, *(dtype for dtype in DTYPES if dtype is not traced and dtype in taken and not dtype.is_complex)]
 
 
 _UNTRACEABLE = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, AttributeError, KeyError)
@@ -168,7 +190,7 @@ def _look_at(support: Support, node: fx.Node, dtypes: Sequence[torch.dtype], tar
         return
     traced = dtypes[0]
     for dtype in dtypes:
-        alone = _alone(node, {traced: dtype})
+        alone = _alone(node, {traced: dtype, traced.to_real(): dtype.to_real()} if traced.is_complex else {traced: dtype})
         if alone is None:
             continue
         try:

@@ -12,6 +12,7 @@ import torch
 
 from ort_backend.lowering import __main__ as command
 from ort_backend.lowering import registry
+from ort_backend.lowering.provenance import operator_name
 from ort_backend.runtime import capabilities
 from ort_backend.supported import DTYPES, supported
 
@@ -46,8 +47,23 @@ def test_random_operators_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dtypes_are_those_that_pytorch_takes(capsys: pytest.CaptureFixture[str]) -> None:
     row = rows(capsys, "--operator", "aten::bitwise_and.Tensor$")["aten::bitwise_and.Tensor"]
     assert set(row["dtypes"]) | {dtype for dtypes in row["outside"].values() for dtype in dtypes} == {
-        str(dtype).removeprefix("torch.") for dtype in DTYPES if not dtype.is_floating_point
+        str(dtype).removeprefix("torch.") for dtype in DTYPES if not dtype.is_floating_point and not dtype.is_complex
     }
+
+
+def test_complex_numbers_are_listed_beside_real_ones() -> None:
+    target, names = capabilities.target("CPUExecutionProvider", 18), ["reciprocal", "view_as_real", "fft.rfft", "cumprod"]
+    found = supported(target, "reciprocal|view_as_real|_fft_r2c|cumprod$", lambda _: iter(names))
+    assert found["aten::view_as_real"].dtypes == [torch.complex64, torch.complex128]
+    assert {torch.float32, torch.complex64, torch.complex128} <= set(found["aten::reciprocal"].dtypes)
+    assert found["aten::_fft_r2c"].dtypes == [torch.float32, torch.float64]
+    assert found["aten::cumprod"].outside["no lowering of torch.complex numbers"] == [torch.complex64, torch.complex128]
+
+
+def test_every_lowering_of_complex_numbers_is_listed() -> None:
+    own, linear = registry.registered_complex()
+    listed = supported(capabilities.target("CPUExecutionProvider", 18), progress=lambda names: iter(()))
+    assert {operator_name(target) for target in (*own, *linear)} <= set(listed)
 
 
 def test_a_lowering_of_the_users_is_listed() -> None:
