@@ -205,12 +205,15 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
     the session is made, and free memory that is torch's.
+    DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
     GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
     if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
         harmful.append("QuickGeluFusion")
+    if any(node.op_type == "Div" for node in model.graph):
+        harmful.append("DivMulFusion")
     if _has_empty_fill(model):
         harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):

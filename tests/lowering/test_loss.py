@@ -78,6 +78,15 @@ def test_cross_entropy_needs_no_dense_gradient_of_the_likelihood(check: Callable
     assert lowered.op_types.count("ScatterElements") == 1 and "ConstantOfShape" not in lowered.op_types
 
 
+def test_a_gradient_of_known_weight_crashes_nothing(check: Callable) -> None:
+    """1 / 2 times a cast of bools: ONNX Runtime's DivMulFusion crashes there."""
+
+    def gradient(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.nll_loss_backward(torch.ones(()), x, target, None, 1, -100, torch.tensor(2.0))
+
+    check(gradient, randn(4, 5), randint(0, 5, (4,)))
+
+
 @pytest.mark.parametrize(
     "loss",
     [
