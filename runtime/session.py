@@ -63,6 +63,8 @@ class SessionConfig:
         options.log_severity_level = 4  # every error is raised; printing it besides helps nobody
         options.intra_op_num_threads = torch.get_num_threads()
         options.enable_mem_pattern = False
+        # Nodes of the backward would take over the memory of the forward's temporaries, which would be held at the `YieldOp` for that.
+        options.enable_mem_reuse = False
         # In the order of the graph: ONNX Runtime's own default leaves every parameter's gradient, and what it is computed from, to the end.
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
