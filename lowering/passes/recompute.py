@@ -19,6 +19,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.dtypes import carrier
 from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
+from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
 
 aten = torch.ops.aten
@@ -41,11 +42,14 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     for node in graph.nodes:
         if "recompute" in node.meta and not _may_run_twice(node):
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-    if not _is_wanted(graph):
-        return 0
-    names = _chosen(module, num_fwd_outputs)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    forward = ancestors([node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)])
+    outputs = [node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)]
+    forward = ancestors(list(outputs))
+    # A LayerNorm's mean, too, which only the backward reads.
+    forward.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward)
+    names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
+    if not names:
+        return 0
     chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node)]
     return _Copies(graph, forward, chosen).write()
 
@@ -144,8 +148,9 @@ class _Copies:
         return source is not node and source.op == "placeholder" and node.meta["val"].dim() == 2
 
     def _gradient(self, reader: fx.Node) -> fx.Node:
-        """A tensor that the reader waits for anyway."""
+        """A tensor that the reader waits for anyway. Not a transposed one: it would be written out for this, where a product reads it as it is."""
         waits = [node for node in reader.all_input_nodes if node in self._reached and isinstance(node.meta.get("val"), torch.Tensor)]
+        waits = [node.args[0] if node.target in _WEIGHT_VIEWS else node for node in waits]  # type: ignore[misc]
         return next((node for node in waits if (kind := carrier(node.meta["val"].dtype)) is not None and kind.native), self._tangents[0])
 
     def _behind(self, x: fx.Node, gradient: fx.Node) -> fx.Node:

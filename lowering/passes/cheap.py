@@ -1,0 +1,80 @@
+"""Forward nodes that cost little and whose results wait for the backward although what they are computed from waits there, too.
+
+Eager PyTorch keeps both the input and the result of a GELU: its own backward reads the one, that of the next linear layer the other.
+Inductor computes some of them again; here it is those of `_CHEAP`, so that a default step does without them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.symbolic import hint
+
+aten = torch.ops.aten
+
+# One pass over memory, at most with an exponential for each element.
+_CHEAP = {
+    aten.native_dropout_backward.default,  # `hoist`'s dropout: what a drawn mask leaves
+    aten.native_layer_norm.default, aten.gelu.default, aten.silu.default, aten.relu.default, aten._to_copy.default, aten.where.self,
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default,
+}  # fmt: skip
+
+# In ONNX Runtime these lie in the memory of their argument.
+_RESHAPES = {
+    aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default,
+    aten.clone.default,
+}  # fmt: skip
+
+# Below this a copy costs more than its few nodes for the order (`passes.recompute`) save.
+_SMALLEST = 1 << 16  # elements
+
+
+def cheap_again(graph: fx.Graph, forward: set[fx.Node], outputs: list[fx.Node]) -> set[str]:
+    """Names of the nodes among `forward` that the backward of a joint graph should compute again.
+
+    A node is one of them if the backward reads, or computes again, all that it is computed from: then less is kept, whatever else is.
+    """
+    backward = [node for node in graph.nodes if node.op == "call_function" and node not in forward]
+    kept = {memory_of(source) for node in backward for source in node.all_input_nodes}
+    handed_out = {memory_of(node) for node in outputs}
+    chosen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node not in forward or node in handed_out:
+            continue
+        if node.target in _RESHAPES:
+            again = node.args[0] in chosen
+        elif node.target is operator.getitem:
+            again = node.args[0] in chosen and node.args[1] == 0  # of a LayerNorm; its mean and deviation are small
+        else:
+            again = node.target in _CHEAP and _is_large(node) and all(_is_there(source, kept, chosen) for source in _read(node))
+        if again:
+            chosen.add(node)
+    return {node.name for node in chosen}
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node in whose memory ONNX Runtime has this one."""
+    while node.target in _RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _read(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that a node needs; eager PyTorch holds a LayerNorm's bias for the backward."""
+    bias = node.args[3] if node.target is aten.native_layer_norm.default else None
+    return (source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor) and source is not bias)
+
+
+def _is_there(source: fx.Node, kept: set[fx.Node], chosen: set[fx.Node]) -> bool:
+    return source in chosen or memory_of(source) in kept
+
+
+def _is_large(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, tuple | list) else value
+    return isinstance(first, torch.Tensor) and math.prod(map(hint, first.shape)) >= _SMALLEST
