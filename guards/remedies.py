@@ -231,6 +231,11 @@ def _identity(symptom: Symptom) -> Remedy:
 def _type(symptom: Symptom) -> Remedy:
     if "None" in symptom.values:
         other = next((value for value in symptom.values if value != "None"), "tensor")
+        if not other.isidentifier():  # a value, not the name of a class
+            return Remedy(
+                f"It is None in some calls and {other} in others: a graph for each. If the model sets it in its first call, set it before that.",
+                f"{symptom.expression} = {other}",
+            )
         return Remedy(
             f"It is None in some calls and a {other} in others: a graph for each. Pass a neutral tensor (zeros, ones) in the place of None if one "
             "graph must do; two graphs cost two compiles, once.",

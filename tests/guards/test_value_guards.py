@@ -207,6 +207,31 @@ def none_good(compile: Compile, code: Code) -> None:
     f(torch.ones(2), code.gives("mask", mask=None))
 
 
+class SetsItself(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "labels" if x.dim() == 1 else "numbers"
+        return x * 2 if self.kind == "labels" else x + 1
+
+
+def set_late_bad(compile: Compile) -> None:
+    model = compile(SetsItself())
+    model(torch.ones(2))
+    model(torch.ones(2))
+
+
+def set_late_good(compile: Compile, code: Code) -> None:
+    model = SetsItself()
+    exec(code, {"model": model})
+    f = compile(model)
+    f(torch.ones(2))
+    f(torch.ones(2))
+
+
 def type_bad(compile: Compile) -> None:
     f = compile(apply)
     f(torch.nn.ReLU(), torch.ones(2))
@@ -318,6 +343,7 @@ TABLE: list[dict[str, Any]] = [
     Row(
         bad=none_bad, good=none_good, kind="type", source="mask", before="Tensor", now="None", code="mask = torch.zeros(()) if mask is None else mask"
     ),
+    Row(bad=set_late_bad, good=set_late_good, kind="type", source="self.kind", before="None", now="'labels'", code="model.kind = 'labels'"),
     Row(
         bad=type_bad,
         good=type_good,
