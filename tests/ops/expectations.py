@@ -36,13 +36,11 @@ class Gap:
 GAPS: tuple[Gap, ...] = (
     Gap("complex numbers in half precision stay with PyTorch", ("*",), "torch.complex32"),
     Gap("rare for complex numbers, not written: each is a formula of its own", ("*",), "no lowering of torch.complex"),
-    Gap("a Fourier transform would be a product with a large matrix", ("_fft_*",), "a prime number"),
     # Sin could stand in for Cos: it takes three times as long as PyTorch's Cos.
     Gap("the CPU provider has no kernel for float64", ("*",), "kernel for DOUBLE"),
     Gap("PyTorch takes an output_padding of a stride or more, ONNX does not", ("convolution", "convolution_backward"), "output_padding of a stride"),
     Gap("the CPU provider has no kernel for bools", ("clamp*", "masked_s*"), "kernel for BOOL"),
     Gap("the CPU provider has no Expand kernel for bfloat16", ("scatter*", "index_fill*"), "no Expand kernel for BFLOAT16"),
-    Gap("sums of bools are or", ("index_put", "_unsafe_index_put", "put"), "sums of bool"),
     Gap("the kernels' attributes need a size that is symbolic: the channels'", ("*batch_norm*",), "unknown number of channels"),
     Gap("likewise the windows'", ("convolution", "convolution_backward"), "a kernel of unknown size"),
     Gap("addresses memory by strides, of a part of a larger tensor", ("as_strided*",), "not contiguous, or part of a larger tensor"),
@@ -73,7 +71,6 @@ GAPS: tuple[Gap, ...] = (
     Gap("16 pixels a sample: PyTorch's kernel is faster", ("grid_sampler_*",), "cubic sampling"),
     Gap("windows of unequal sizes", ("fractional_max_pool*",)),
     Gap("windows of unequal sizes over planes of unknown size", ("adaptive_max_pool*",), "windows of unknown size"),
-    Gap("rounded up, ONNX has other windows", ("avg_pool*", "max_pool*"), "ceil_mode"),
     Gap("the CPU provider has no convolution of integers", ("convolution",), "kernel for INT64"),
     Gap("rare, not written: means of scattered integers, and what leaves out the target's own", ("scatter_reduce.two",), "scatter_reduce"),
     Gap("ONNX Runtime's Pow is computed in float64", ("pow.Tensor_Tensor",), "rounds large integers"),
