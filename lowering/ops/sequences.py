@@ -15,6 +15,8 @@ from ort_backend.lowering.symbolic import Number, as_double
 aten = torch.ops.aten
 
 Size = int | ir.Value
+# torch 2.13 counts from 0 to 4 by 1 there, torch 2.15 from 0.5 to 4.9 by 1.7, as for every other dtype.
+_CUTS_BEFORE_IT_COUNTS = torch.arange(0.5, 4.9, 1.7, dtype=torch.int64).numel() == 4
 _CONSTANT_UP_TO = 4096  # elements; a longer sequence is computed by the session
 
 
@@ -25,7 +27,7 @@ def _sequence(op: Any, start: Number, end: Number, step: Number, dtype: torch.dt
         if known.numel() <= _CONSTANT_UP_TO or known.dtype.is_floating_point:
             as_float = known.float() if known.dtype == torch.bfloat16 else known
             return constant(op, as_float.numpy(), to_ir(as_float.dtype))
-    if dtype == torch.int64 or not any(_is_float(number) for number in numbers):
+    if (dtype == torch.int64 and _CUTS_BEFORE_IT_COUNTS) or not any(_is_float(number) for number in numbers):
         return op.Range(*(_truncated(op, number) for number in numbers))
     return _sequence_of_fractions(op, start, end, step, dtype or torch.get_default_dtype())
 
