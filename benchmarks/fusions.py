@@ -4,17 +4,16 @@ One graph each, float32, one thread; the two take turns, and the figures are med
 training: what is joined of them is joined in every step. None of the four pays. Time fused by time as lowered
 (AMD EPYC, onnxruntime-training 1.19.2):
 
-- queries, keys and values by one product, forward and backward: 0.94 at 512 x 128, 1.00 at 1024 x 256 and 1024 x 384, 1.06 to 1.09 at 128 x 768
-- `Sum` of 3, 4, 8 gradients: 0.98, 0.94, 0.89 of the sums alone; three take less than 1 % of the products before them
-- the bias in `BiasGelu` instead of the product: 0.94 to 0.99
-- `BiasGeluGrad_dX`: 1.2 for 16 x 128, 1.4 to 1.7 for larger ones; from 32768 elements PyTorch's kernel runs instead (`kernel_table`)
+- queries, keys and values by one product, forward and backward: 0.99 to 1.02 (while other programs ran: 0.94 to 1.09)
+- `Sum` of 3, 4, 8 gradients: 0.98, 0.97, 0.92 of the sums alone; three take less than 1 % of the products before them
+- the bias in `BiasGelu` instead of the product: 0.99 to 1.03
+- `BiasGeluGrad_dX`: 1.2 for 16 x 128, 1.6 to 2.0 for larger ones; from 32768 elements PyTorch's kernel runs instead (`kernel_table`)
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +22,8 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.turns import processor_times
 
 SECONDS, ROUNDS = 1.0, (9, 400)
 
@@ -120,22 +121,6 @@ CASES: tuple[tuple[str, Callable[..., Any], tuple[tuple[int, int], ...]], ...] =
 )
 
 
-def seconds(runs: Sequence[Callable[[], Any]]) -> list[list[float]]:
-    """Processor time of each in every round."""
-    whole = sum(_timed(run) + _timed(run) for run in runs) / 2
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / whole)))):
-        for run, found in zip(runs, times):
-            found.append(_timed(run))
-    return times
-
-
-def _timed(run: Callable[[], Any]) -> float:
-    started = time.process_time()
-    run()
-    return time.process_time() - started
-
-
 def main() -> None:
     """The command line."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -144,7 +129,7 @@ def main() -> None:
         table.add_column(heading, justify="left" if heading == "what" else "right")
     for title, case, sizes in CASES:
         for one in sizes:
-            plain, fused = seconds([session(*graph) for graph in case(*one)])
+            plain, fused = processor_times([session(*graph) for graph in case(*one)], SECONDS, *ROUNDS)
             ratio = statistics.median(b / a for a, b in zip(plain, fused))
             table.add_row(title, " x ".join(map(str, one)), *(f"{statistics.median(times) * 1e6:.0f}" for times in (plain, fused)), f"{ratio:.2f}")
     Console(width=110).print(table)

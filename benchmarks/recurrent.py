@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
 from collections.abc import Callable
 from unittest import mock
 
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.turns import processor_times
 from ort_backend.lowering import kernel_choice
 
 SECONDS, ROUNDS = 0.5, (5, 80)
@@ -44,25 +44,6 @@ def make_step(kind: str, hidden: int, length: int, batch: int) -> Callable[[], N
     return step
 
 
-def seconds(steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Processor time of a step in each round."""
-    for step in steps.values():
-        for _ in range(3):
-            step()
-    whole = sum(_timed(step) for step in steps.values())
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(max(ROUNDS[0], min(ROUNDS[1], int(SECONDS / whole)))):
-        for name, step in steps.items():
-            times[name].append(_timed(step))
-    return times
-
-
-def _timed(step: Callable[[], None]) -> float:
-    started = time.process_time()
-    step()
-    return time.process_time() - started
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,8 +58,8 @@ def main() -> None:
         table.add_column(heading, justify="right")
     for sizes in itertools.product(arguments.hidden, arguments.lengths, arguments.batches):
         torch._dynamo.reset()
-        times = seconds({kind: make_step(kind, *sizes) for kind in KINDS})
-        table.add_row(*map(str, sizes), *(_cell(times[kind], times["eager"]) for kind in KINDS))
+        times = processor_times([make_step(kind, *sizes) for kind in KINDS], SECONDS, *ROUNDS)
+        table.add_row(*map(str, sizes), *(_cell(one, times[0]) for one in times))
     Console().print(table)
 
 
