@@ -25,8 +25,7 @@ def _sequence(op: Any, start: Number, end: Number, step: Number, dtype: torch.dt
     if not any(isinstance(number, ir.Value) for number in numbers):
         known = torch.arange(start, end, step, dtype=dtype)  # type: ignore[arg-type]
         if known.numel() <= _CONSTANT_UP_TO or known.dtype.is_floating_point:
-            as_float = known.float() if known.dtype == torch.bfloat16 else known
-            return constant(op, as_float.numpy(), to_ir(as_float.dtype))
+            return _written_out(op, known)
     if (dtype == torch.int64 and _CUTS_BEFORE_IT_COUNTS) or not any(_is_float(number) for number in numbers):
         return op.Range(*(_truncated(op, number) for number in numbers))
     return _sequence_of_fractions(op, start, end, step, dtype or torch.get_default_dtype())
@@ -40,6 +39,11 @@ def _sequence_of_fractions(op: Any, start: Number, end: Number, step: Number, dt
     if not dtype.is_floating_point:  # of an integer dtype, the numbers are cut off, though not those that are counted with
         return op.Add(op.Mul(places, _truncated(op, step)), _truncated(op, start))
     return op.Add(op.Mul(op.Cast(places, to=ir.DataType.DOUBLE), width), first)
+
+
+def _written_out(op: Any, known: torch.Tensor) -> ir.Value:
+    as_float = known.float() if known.dtype == torch.bfloat16 else known  # numpy has no bfloat16
+    return constant(op, as_float.numpy(), to_ir(as_float.dtype))
 
 
 def _truncated(op: Any, number: Number) -> ir.Value:
@@ -105,6 +109,4 @@ def linspace(
     """linspace(Scalar start, Scalar end, int steps, *, ScalarType? dtype=None, ...) -> Tensor"""
     if any(isinstance(number, ir.Value) for number in (start, end, steps)):
         raise Unsupported("linspace of dynamic length or bounds")
-    known = torch.linspace(start, end, steps, dtype=dtype)  # type: ignore[arg-type]
-    as_float = known.float() if known.dtype == torch.bfloat16 else known
-    return constant(op, as_float.numpy(), to_ir(as_float.dtype))
+    return _written_out(op, torch.linspace(start, end, steps, dtype=dtype))  # type: ignore[arg-type]
