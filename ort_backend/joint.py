@@ -22,6 +22,7 @@ from ort_backend.lowering.partition import JointPartition, divide
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.scales import fuse_scales
@@ -61,6 +62,7 @@ def lower_joint(
     drop_relayouts(graph)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
+    split_input_gradients(graph, target)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)
