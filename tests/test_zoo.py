@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks import zoo, zoo_process, zoo_step
 from benchmarks.zoo_models import WORKLOADS, Workload
 from benchmarks.zoo_models.workload import Loss, labels
+from ort_backend.runtime import capabilities
 
 # The families of the 128 training workloads that the operators were counted in, as this zoo calls them.
 FAMILIES = {
@@ -41,6 +42,8 @@ FAMILIES = {
 # One a family, those that compile fast.
 CHEAP = ("mlp", "vae", "residual", "rnn", "attention_masked", "graph_attention", "double_dqn", "deep_fm", "in_place", "mlp_bf16", "opt")
 PYTHON_OPS = dict.fromkeys(CHEAP, 0)
+# Without training kernels every workload runs here, its first size: each compiles to sessions of its own there.
+PLAIN = () if capabilities.has_training() else tuple(WORKLOADS)
 
 
 def test_every_family_is_in_the_zoo() -> None:
@@ -58,6 +61,16 @@ def test_a_workload_equals_eager_on_onnx_runtime(name: str) -> None:
     assert first.compiles > 0 and second.compiles > 0 and third.compiles == 0, "the third call runs what the second one compiled"
     assert first.nodes > 0 and second.nodes > 0
     assert sum(sum(call.python_ops.values()) for call in result.calls) == PYTHON_OPS[name]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_workload_equals_eager_without_training_kernels(name: str) -> None:
+    result = zoo_step.compare(WORKLOADS[name], "static")
+    if result.skipped:
+        pytest.skip(f"{result.skipped} is not installed")
+    (call,) = result.calls
+    assert call.problems == ()
+    assert call.compiles > 0 and call.nodes > 0
 
 
 class Drifting(nn.Module):
