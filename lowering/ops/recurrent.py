@@ -7,8 +7,6 @@ What does not depend on the step before is computed for all steps at once.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -17,78 +15,7 @@ from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 from ort_backend.lowering.registry import Unsupported, register
-
-_numbers = itertools.count()
-
-
-class _Body:
-    """Writes the graph of one step; its names are its own, as a subgraph may not hide names around it."""
-
-    def __init__(self) -> None:
-        self.name = f"step{next(_numbers)}"
-        self.nodes: list[ir.Node] = []
-
-    def value(self, like: ir.Value, shape: Sequence[Any]) -> ir.Value:
-        return typed(ir.Value(name=f"{self.name}_{next(_numbers)}"), like.dtype, shape)
-
-    def __call__(self, op_type: str, *inputs: ir.Value, outputs: int = 1, **attributes: Any) -> Any:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=outputs, name=f"{self.name}_{len(self.nodes)}")
-        for output in node.outputs:
-            output.name = f"{self.name}_{next(_numbers)}"
-            output.type = inputs[0].type
-        self.nodes.append(node)
-        return node.outputs[0] if outputs == 1 else list(node.outputs)
-
-
-# (body, states, rows, weights) -> next states, rows of the results
-Step = Callable[[_Body, list[ir.Value], list[ir.Value], list[ir.Value]], tuple[list[ir.Value], list[ir.Value]]]
-
-
-def _scan(
-    op: Any, step: Step, states: Sequence[ir.Value], rows: Sequence[ir.Value], weights: Sequence[ir.Value | None], count: int, reverse: bool
-) -> list[ir.Value]:
-    """Runs `step` over the first axis of `rows`.
-
-    A body reads weights that are graph inputs where they stand; computed ones come in as states that do not change, at the price of a copy a step:
-    what is computed before the `YieldOp` and read by a body behind it takes ONNX Runtime 1.19.2 down as it plans memory.
-
-    Args:
-        op: The builder.
-        step: Takes the body, the states, one row of each of `rows`, and the weights; returns the next states and the rows of the results.
-        states: The states in front of the first step.
-        rows: What each step reads.
-        weights: What all steps read; None for one that is not there.
-        count: How many results there are.
-        reverse: Whether to go from the last row to the first; results keep their places.
-
-    Returns:
-        The states behind the last step, then the results.
-    """
-    body = _Body()
-    computed = [one for one in weights if one is not None and one.producer() is not None]
-    carried = [*states, *computed]
-    before = [body.value(state, state.shape) for state in carried]  # type: ignore[arg-type]
-    row = [body.value(one, one.shape[1:]) for one in rows]  # type: ignore[index]
-    inside = dict(zip(computed, before[len(states) :]))
-    read = [inside.get(one, one) if one is not None else None for one in weights]
-    after, results = step(body, before[: len(states)], row, read)  # type: ignore[arg-type]
-    # A result that is a state as well must be a value of its own, and so must a state that does not change.
-    results = [body("Identity", one) if one in after else one for one in results]
-    after = [*after, *(body("Identity", one) for one in before[len(states) :])]
-    graph = ir.Graph([*before, *row], [*after, *results], nodes=body.nodes, name=body.name)
-    made = op.Scan(
-        *carried,
-        *rows,
-        _outputs=len(carried) + count,
-        body=ir.AttrGraph("body", graph),
-        num_scan_inputs=len(rows),
-        scan_input_directions=ir.AttrInt64s("scan_input_directions", [int(reverse)] * len(rows)),
-        scan_output_directions=ir.AttrInt64s("scan_output_directions", [int(reverse)] * count),
-    )
-    for value, state in zip(made, carried):
-        typed(value, state.dtype, state.shape)
-    finals, made = made[: len(states)], made[len(carried) :]
-    return [*finals, *(typed(value, rows[0].dtype, [None] * 3) for value in made)]
+from ort_backend.lowering.scan import Body, scan
 
 
 def _zeros(op: Any, like: ir.Value) -> ir.Value:
@@ -127,7 +54,7 @@ def lstm_steps(op, gx, h0, c0, w_hh, reverse):
     """lstm_steps(Tensor gx, Tensor h0, Tensor c0, Tensor w_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
     _has_steps(gx)
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         h, c = states
         i, f, g, o = body("Split", body("Gemm", h, weights[0], rows[0], transB=1), outputs=4, axis=-1, num_outputs=4)
         i, f, g, o = body("Sigmoid", i), body("Sigmoid", f), body("Tanh", g), body("Sigmoid", o)
@@ -135,7 +62,7 @@ def lstm_steps(op, gx, h0, c0, w_hh, reverse):
         h = body("Mul", o, body("Tanh", c))
         return [h, c], [h, c, i, f, g, o]
 
-    return _scan(op, step, [h0, c0], [gx], [w_hh], 6, reverse)[2:]
+    return scan(op, step, [h0, c0], [gx], [w_hh], ranks=[3] * 6, reverse=reverse)[2:]
 
 
 @register(LSTM_BACKWARD)
@@ -153,7 +80,7 @@ def lstm_steps_backward(op, dy, dc, c0, w_hh, cells, i, f, g, o, reverse):
         op.Mul(bent, _bent(op, o)),
     ]
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         (dh, dc), (dy, forget, of_cell, *of_gates) = states, rows
         dh = body("Add", dh, dy)
         dc = body("Add", dc, body("Mul", dh, of_cell))
@@ -161,7 +88,9 @@ def lstm_steps_backward(op, dy, dc, c0, w_hh, cells, i, f, g, o, reverse):
         dgates = body("Concat", *parts, axis=-1)
         return [body("MatMul", dgates, weights[0]), body("Mul", dc, forget)], [dgates]
 
-    dh0, dc0, dgates = _scan(op, step, [_zeros(op, c0), dc], [dy, f, *(_like(slope, cells) for slope in slopes)], [w_hh], 1, not reverse)
+    dh0, dc0, dgates = scan(
+        op, step, [_zeros(op, c0), dc], [dy, f, *(_like(slope, cells) for slope in slopes)], [w_hh], ranks=[3], reverse=not reverse
+    )
     return dgates, dh0, dc0
 
 
@@ -170,7 +99,7 @@ def gru_steps(op, gx, h0, w_hh, b_hh, reverse):
     """gru_steps(Tensor gx, Tensor h0, Tensor w_hh, Tensor? b_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
     _has_steps(gx)
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         (h,) = states
         gh = body("Gemm", h, *(one for one in weights if one is not None), transB=1)
         xr, xz, xn = body("Split", rows[0], outputs=3, axis=-1, num_outputs=3)
@@ -180,7 +109,7 @@ def gru_steps(op, gx, h0, w_hh, b_hh, reverse):
         h = body("Add", n, body("Mul", z, body("Sub", h, n)))
         return [h], [h, r, z, n, q]
 
-    return _scan(op, step, [h0], [gx], [w_hh, b_hh], 5, reverse)[1:]
+    return scan(op, step, [h0], [gx], [w_hh, b_hh], ranks=[3] * 5, reverse=reverse)[1:]
 
 
 @register(GRU_BACKWARD)
@@ -194,13 +123,13 @@ def gru_steps_backward(op, dy, h0, w_hh, y, r, z, n, q, reverse):
     of_update = op.Mul(op.Sub(_previous(op, y, h0, reverse), n), _bent(op, z))
     by_gate = [_like(one, y) for one in (of_reset, of_update, op.Mul(of_new, r))]
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         dy, update, *slopes = rows
         dh = body("Add", states[0], dy)
         dgh = body("Concat", *(body("Mul", dh, slope) for slope in slopes), axis=-1)
         return [body("Add", body("MatMul", dgh, weights[0]), body("Mul", dh, update))], [dh, dgh]
 
-    dh0, dh, dgh = _scan(op, step, [_zeros(op, h0)], [dy, z, *by_gate], [w_hh], 2, not reverse)
+    dh0, dh, dgh = scan(op, step, [_zeros(op, h0)], [dy, z, *by_gate], [w_hh], ranks=[3] * 2, reverse=not reverse)
     dgx = op.Concat(op.Mul(dh, of_reset), op.Mul(dh, of_update), op.Mul(dh, of_new), axis=-1)
     return dgx, dgh, dh0
 
@@ -210,11 +139,11 @@ def rnn_steps(op, gx, h0, w_hh, relu, reverse):
     """rnn_steps(Tensor gx, Tensor h0, Tensor w_hh, bool relu, bool reverse) -> Tensor"""
     _has_steps(gx)
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         h = body("Relu" if relu else "Tanh", body("Gemm", states[0], weights[0], rows[0], transB=1))
         return [h], [h]
 
-    return _scan(op, step, [h0], [gx], [w_hh], 1, reverse)[1]
+    return scan(op, step, [h0], [gx], [w_hh], ranks=[3], reverse=reverse)[1]
 
 
 @register(RNN_BACKWARD)
@@ -225,9 +154,9 @@ def rnn_steps_backward(op, dy, w_hh, y, relu, reverse):
     first = op.Squeeze(op.Slice(y, int64s(op, [0]), int64s(op, [1]), int64s(op, [0])), int64s(op, [0]))
     nothing = _zeros(op, typed(first, y.dtype, y.shape[1:]))
 
-    def step(body: _Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+    def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         dgates = body("Mul", body("Add", states[0], rows[0]), rows[1])
         return [body("MatMul", dgates, weights[0])], [dgates]
 
-    dh0, dgates = _scan(op, step, [nothing], [dy, _like(slope, y)], [w_hh], 1, not reverse)
+    dh0, dgates = scan(op, step, [nothing], [dy, _like(slope, y)], [w_hh], ranks=[3], reverse=not reverse)
     return dgates, dh0
