@@ -35,14 +35,14 @@ def read_behind_yield(graph: ir.Graph, handed_out: Sequence[ir.Value]) -> set[ir
 
 
 def behind_yield(graph: ir.Graph) -> tuple[list[ir.Value], set[ir.Value]]:
-    """The tangents that come in at the `YieldOp`, and every value that depends on one of them."""
+    """The tangents that come in at the `YieldOp`, and every value that depends on one of them: not on its shape alone, which may be folded."""
     tangents: list[ir.Value] = []
     behind: set[ir.Value] = set()
     for node in graph:
         if node.op_type == "YieldOp":
             tangents = list(node.outputs)
             behind.update(tangents)
-        elif tangents and not behind.isdisjoint(value for value in node.inputs if value is not None):
+        elif tangents and node.op_type not in ("Shape", "Size") and not behind.isdisjoint(value for value in node.inputs if value is not None):
             behind.update(node.outputs)
     return tangents, behind
 

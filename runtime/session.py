@@ -242,12 +242,12 @@ _LARGE = 1 << 20  # elements
 
 
 def _has_large_fill(model: ir.Model) -> bool:
-    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
+    shapes = (node.outputs[0].shape for node in model.graph if node.op_type in ("ConstantOfShape", "Expand"))
     return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
 
 
 def _has_empty_fill(model: ir.Model) -> bool:
-    shapes = (node.outputs[0].shape for node in model.graph if node.op_type == "ConstantOfShape")
+    shapes = (node.outputs[0].shape for node in model.graph if node.op_type in ("ConstantOfShape", "Expand"))
     return any(shape is not None and 0 in shape for shape in shapes)
 
 
