@@ -1,4 +1,4 @@
-"""Running sums, in blocks and step by step, and running products."""
+"""Running sums, in blocks and step by step, running products, running extremes and their places."""
 
 from __future__ import annotations
 
@@ -56,3 +56,42 @@ def test_gradient_of_products() -> None:
     with torch.no_grad():
         x[0, 2], x[3, 1], x[3, 4] = 0, 0, 0
     check_training(lambda x: x.cumprod(1), x)
+
+
+def _extremes(x: torch.Tensor) -> list[torch.Tensor]:
+    return [part for dim in range(-1, x.dim() - 1) for found in (x.cummax(dim), x.cummin(dim)) for part in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_extremes_of_few_values(dtype: torch.dtype, dynamic: bool) -> None:
+    sizes: list[tuple[int, ...]] = [(1,), (2,), (16,), (17,), (50,), (3, 40), (2, 100, 3), ()]
+    inputs = [torch.randint(0, 4, size).to(dtype) for size in (sizes if dynamic else [*sizes, (0,), (3, 0), (0, 20)])]
+    check(lambda *inputs: [part for x in inputs for part in _extremes(x)], *inputs, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("size", [(12,), (40,), (7, 30)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extremes_among_infinities_and_nan(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(size, dtype=dtype)
+    for value in (math.inf, -math.inf, math.nan, 0.0, -0.0):
+        x[torch.rand(size) < 0.1] = value
+    check(_extremes, x)
+    x.flatten()[0] = math.nan
+    check(_extremes, x)
+
+
+def test_extremes_of_dynamic_sizes() -> None:
+    for other in ((7, 3, 300), (7, 300, 3), (2, 129, 4)):
+        check(_extremes, torch.randn(5, 20, 140), dynamic=True, other=(torch.randn(other),))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradient_of_extremes(dynamic: bool, dtype: torch.dtype) -> None:
+    def values(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.cummax(1).values, x.cummin(0).values
+
+    others = [(needs_grad(9, 70, dtype=dtype),)] if dynamic else []
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    check_training(values, needs_grad(5, 60, dtype=dtype), dynamic=dynamic, others=others, options={"kernels": "onnxruntime"}, rtol=tolerance)

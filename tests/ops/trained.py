@@ -22,6 +22,7 @@ def check_training(
     dynamic: bool = False,
     others: Sequence[Sequence[Any]] = (),
     outside: Sequence[str] = (),
+    options: dict[str, Any] | None = None,
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> None:
@@ -33,6 +34,7 @@ def check_training(
         dynamic: Whether every size is symbolic.
         others: More arguments, that the graph of the first ones must serve.
         outside: Names of the operators that run in PyTorch, none by default.
+        options: Of the backend.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
     """
@@ -42,7 +44,7 @@ def check_training(
 
     torch._dynamo.reset()
     graph_report.clear()
-    compiled = torch.compile(copied, backend="ort_training", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(copied, backend="ort_training", fullgraph=True, dynamic=dynamic, options=options)
     for given in (inputs, *others):
         for mine, theirs in zip(_run(compiled, given), _run(copied, given), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, equal_nan=True)
