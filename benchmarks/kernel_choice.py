@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -140,12 +141,30 @@ def attentions(n: int) -> Iterator[Case]:
             yield aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (g, q, k, v, out, logsumexp, 0.0, causal), {}
 
 
+def steps(n: int) -> Iterator[Case]:
+    """What ONNX Runtime computes step by step, or in hundreds of nodes, on `n` elements: `kernel_choice.IN_STEPS`."""
+    for op, shape in itertools.product((aten.cummax.default, aten.cummin.default), ((n,), (max(n // 256, 1), 256), (256, max(n // 256, 1)))):
+        yield op, (rand(shape), 0 if shape[0] == 256 else len(shape) - 1), {}
+    alpha, beta = torch.rand(n) * 5 + 0.1, torch.rand(n) * 5 + 0.1
+    yield aten._dirichlet_grad.default, (torch.rand(n), alpha, alpha + beta), {}
+    for batch in (1, 16):
+        side = math.isqrt(n // batch)
+        matrices = rand(batch, side, side)
+        matrices = (matrices @ matrices.mT + side * torch.eye(side))[0 if batch == 1 else slice(None)]
+        factors = torch.linalg.cholesky(matrices)
+        yield aten.linalg_cholesky_ex.default, (matrices,), {}
+        for right in (rand(matrices.shape), rand(*matrices.shape[:-1], 1)):
+            yield aten.linalg_solve_triangular.default, (factors, right), {"upper": False}
+            yield aten.cholesky_solve.default, (right, factors), {}
+
+
 KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
     "rows": rows,
     "images": images,
     "convolutions": convolutions,
     "attentions": attentions,
+    "steps": steps,
 }
 
 
@@ -265,7 +284,8 @@ def main() -> None:
                 ort = "     no kernel" if timing.ort is None else f"{timing.ort * 1e6:11.0f} us"
                 ratio = "" if timing.ort is None else f"{timing.ort / timing.pytorch:6.2f}"
                 console.print(f"{timing.name:52} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
-    table = ranges([timing for timing in timings if "attention" not in timing.name])  # judged in pairs: lowering/kernel_choice.py
+    judged = {str(target) for target in kernel_choice.IN_STEPS}  # by rules in lowering/kernel_choice.py, as attention is
+    table = ranges([timing for timing in timings if "attention" not in timing.name and timing.name not in judged])
     measured = {timing.name for timing in timings}
     table.update((name, found) for name, found in kernel_choice.FASTER_IN_PYTORCH.items() if name not in measured)
     print(_written(table))

@@ -24,6 +24,14 @@ _ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default}
 
+# What ONNX Runtime computes step by step, or in hundreds of small nodes: from how many elements on PyTorch's kernel is faster, for any dtype.
+# ONNX Runtime's time over PyTorch's in a PythonOp (`python -m benchmarks.kernel_choice --only steps`): running extremes of 1024 to a million elements
+# 4 to 17 along rows of 256, up to 29 along one row; the gradient of Dirichlet samples 5 to 7; Cholesky factors 0.5 to 1.1 for 4 x 4 to 16 x 16, then
+# 1.8 (32 x 32), 3.3 (64 x 64), 5 (128 x 128), triangular systems 0.4 to 0.9, then 1.4, 2.3, 3.6.
+IN_STEPS = {
+    aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0,
+    aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
+}  # fmt: skip
 
 # For a GPU. ONNX Runtime has no backward of such kernels.
 _FUSED_ATTENTION = {
@@ -49,6 +57,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's kernels, as in eager PyTorch"
     if node.target in _FUSED_ATTENTION and target.whole_graphs and target.kernels != "onnxruntime":
         return "PyTorch's fused attention, as in eager PyTorch"
+    if target.whole_graphs and slow_in_steps(node, target):
+        return "PyTorch's kernel is faster than steps at this size"
     if not pytorch_may_run(target):
         return None
     if target.kernels == "pytorch":
@@ -63,6 +73,19 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     size = size_of(node)
     ratio = next((ratio for low, high, ratio in known if size is not None and low <= size <= high), None)
     return None if ratio is None else f"PyTorch's kernel is {ratio:.1f} times as fast at this size"
+
+
+def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether ONNX Runtime would take many steps for what a kernel of PyTorch's does at once, and longer than that.
+
+    On a GPU each step starts several kernels, so that it always would.
+    """
+    if node.target not in IN_STEPS or target.kernels == "onnxruntime":
+        return False
+    if target.device_type != "cpu":
+        return True
+    shapes = [one.meta["val"].shape for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
+    return max(math.prod(map(hint, shape)) for shape in shapes) >= IN_STEPS[node.target]
 
 
 def _long_attention(node: fx.Node) -> str | None:

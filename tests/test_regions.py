@@ -193,6 +193,15 @@ def test_a_large_convolutions_backward_runs_in_pytorch_where_onnx_runtime_has_no
     )
 
 
+@pytest.mark.parametrize(("side", "kernels", "chosen"), [(16, "measured", False), (40, "measured", True), (40, "onnxruntime", False)])
+def test_large_matrices_are_factored_by_pytorchs_kernels(side: int, kernels: str, chosen: bool) -> None:
+    def factor(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cholesky_ex(x @ x.mT + torch.eye(side)).L @ x
+
+    (graph,) = same_as_eager(factor, call(torch.randn(side, side)), graphs=1, train=False, options={"kernels": kernels}).graphs
+    assert {one.operator for one in graph.outside if one.reason == SLOWER} == ({"aten::linalg_cholesky_ex"} if chosen else set())
+
+
 # -- what passes between forward and backward
 
 

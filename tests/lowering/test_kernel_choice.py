@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
 import pytest
 import torch
+from ops.harness import trace
 from torch import nn
 
 import ort_backend
 from ort_backend.lowering import kernel_choice
+from ort_backend.runtime import capabilities
 
 TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
 
@@ -104,3 +107,32 @@ def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden
     assert {one.operator for one in ort_backend.report().graphs[-1].outside} == (
         {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} if by_onednn else set()
     )
+
+
+@pytest.mark.parametrize("side, chosen", [(31, False), (32, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_small_matrices_are_factored_by_a_scan(side: int, chosen: bool, dtype: torch.dtype, dynamic: bool) -> None:
+    def factor(a: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.cholesky_ex(a).L * 2
+
+    matrix = torch.eye(side, dtype=dtype) * 3 + 1
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(factor, backend="ort_training", dynamic=dynamic)(matrix), factor(matrix))
+    assert [(one.operator, one.is_choice) for one in ort_backend.report().graphs[-1].outside] == (
+        [("aten::linalg_cholesky_ex", True)] if chosen else []
+    )
+
+
+@pytest.mark.parametrize("options", [{"kernels": "onnxruntime"}, {"strict": True}, {}])
+def test_running_extremes_are_pytorchs_where_it_may_choose(options: dict[str, Any]) -> None:
+    operators = [operator for operator, _, is_choice in _outside(lambda x: x.cummax(0).values * 2, torch.randn(40), **options) if is_choice]
+    assert operators == ([] if options else ["aten::cummax"])
+
+
+@pytest.mark.parametrize(("provider", "kernels", "chosen"), [("CPU", "measured", False), ("CUDA", "measured", True), ("CUDA", "onnxruntime", False)])
+def test_on_a_gpu_steps_are_too_many_kernels(provider: str, kernels: str, chosen: bool) -> None:
+    node = next(node for node in trace(torch.linalg.cholesky_ex, [torch.eye(4)]).graph.nodes if node.op == "call_function")
+    target = capabilities.target("CPUExecutionProvider", 18)
+    target = dataclasses.replace(target, provider=f"{provider}ExecutionProvider", training=True, python_op=True, kernels=kernels)
+    assert (kernel_choice.faster_in_pytorch(node, target) is not None) == chosen
