@@ -27,6 +27,8 @@ def clamp(op: Any, self: ir.Value, min: Number | None = None, max: Number | None
         return op.Min(self, scalar_like(op, max, self))  # type: ignore[arg-type]
     if max is None:
         return op.Max(self, scalar_like(op, min, self))
+    if isinstance(min, ir.Value) or isinstance(max, ir.Value):  # worked out on the host, to which ONNX Runtime takes a Clip of the graph's input
+        return op.Min(op.Max(self, scalar_like(op, min, self)), scalar_like(op, max, self))
     return op.Clip(self, scalar_like(op, min, self), scalar_like(op, max, self))
 
 

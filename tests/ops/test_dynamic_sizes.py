@@ -57,6 +57,8 @@ _OF_ONE = {
     "any": lambda t: (t > 0).any(1),
     "cumsum": lambda t: t.cumsum(1),
     "norm": lambda t: t.norm(dim=1),
+    "clamp": lambda t: (5 * t).clamp(1, t.shape[1] - 2) + (9 * t).clamp(-t.shape[0], t.shape[1]),
+    "clamp at a higher minimum": lambda t: t.clamp(t.shape[1], 1),
     "zeros": lambda t: torch.zeros(t.shape),
     "like": lambda t: (torch.zeros_like(t), t.new_ones(t.shape[0], 4), torch.full_like(t, 3)),
     "full": lambda t: torch.full((t.shape[0],), t.shape[1]),
