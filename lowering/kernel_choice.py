@@ -40,6 +40,9 @@ _FUSED_ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
 }  # fmt: skip
 
+# For a GPU. How many rows a group has follows from data, and ONNX Runtime's Split takes sizes from the host: a copy, and a wait, for each product.
+_GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
+
 
 def pytorch_may_run(target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch may take the place of one of ONNX Runtime's."""
@@ -59,6 +62,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "PyTorch's fused attention, as in eager PyTorch"
     if target.whole_graphs and slow_in_steps(node, target):
         return "PyTorch's kernel is faster than steps at this size"
+    if _is_grouped(node) and target.device_type == "cuda" and target.whole_graphs and target.kernels != "onnxruntime":
+        return "the sizes of the groups are on the device"
     if not pytorch_may_run(target):
         return None
     if target.kernels == "pytorch":
@@ -86,6 +91,8 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
         return True
     shapes = [one.meta["val"].shape for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
     return max(math.prod(map(hint, shape)) for shape in shapes) >= IN_STEPS[node.target]
+def _is_grouped(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
 
 
 def _long_attention(node: fx.Node) -> str | None:
