@@ -102,7 +102,7 @@ class Session:
         self._model = ir.to_proto(model).SerializeToString()
         self._name = model.graph.name
         self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
-        self._disabled = _harmful_optimizers(model)
+        self._disabled = _harmful_optimizers(model, config.provider)
         self._config = config
         self._operators = {node.op_type for node in model.graph}
         self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
@@ -198,7 +198,7 @@ class Session:
             self.close()
 
 
-def _harmful_optimizers(model: ir.Model) -> list[str]:
+def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
@@ -209,6 +209,7 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
     the session is made, and free memory that is torch's.
     DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
+    GatherToSliceFusion makes a Slice of a Gather of a Range, and writes the limits on the CUDA device, from which the Slice copies them (1.19.2).
     GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
@@ -219,6 +220,8 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
         harmful.append("QuickGeluFusion")
     if any(node.op_type == "Div" for node in model.graph):
         harmful.append("DivMulFusion")
+    if provider == cuda.PROVIDER and any(node.op_type == "Range" for node in model.graph):
+        harmful.append("GatherToSliceFusion")
     if _has_empty_fill(model):
         harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):
