@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 _ROOTS = {"Shape", "Size"}
-_ARITHMETIC = {
+# What sizes are worked out with.
+ARITHMETIC = {
     "Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Floor", "Gather", "Greater", "GreaterOrEqual", "Identity", "Less", "LessOrEqual",
     "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Pow", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Round", "Slice", "Sqrt",
     "Squeeze", "Sub", "Unsqueeze", "Where", "Xor",
@@ -36,6 +37,9 @@ _INT64, _FLOATS = ir.DataType.INT64, (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 def keep_on_host(graph: ir.Graph) -> None:
     """Rewrites a graph for the CUDA provider, in place."""
+    for node in list(graph):
+        if (gradient := _awaited(node)) is not None:
+            _wait_on_device(graph, node, gradient)
     host, arithmetic = _worked_out(graph)
     to_device = _ToDevice(graph)
     for node in list(graph):
@@ -53,6 +57,47 @@ def keep_on_host(graph: ir.Graph) -> None:
                 node.replace_input_with(i, made)
 
 
+def _awaited(node: ir.Node) -> ir.Value | None:
+    """None of the elements of the gradient behind which a tensor is to be computed, if that is what this Reshape says (`ops.ordering`)."""
+    sizes = node.inputs[1].producer() if node.op_type == "Reshape" and node.inputs[1] is not None else None
+    if sizes is None or sizes.op_type != "Concat" or len(sizes.inputs) != 2:
+        return None
+    cast = sizes.inputs[1].producer()  # type: ignore[union-attr]
+    gather = cast.inputs[0].producer() if cast is not None and cast.op_type == "Cast" and cast.inputs[0] is not None else None
+    return cast.inputs[0] if gather is not None and gather.op_type == "Gather" else None  # type: ignore[union-attr]
+
+
+def _wait_on_device(graph: ir.Graph, node: ir.Node, nothing: ir.Value) -> None:
+    """Appends `nothing` to the tensor itself: to its sizes, which are wanted on the host, it would be copied, and the host would wait for that."""
+    x, result = node.inputs[0], node.outputs[0]
+    assert x is not None and x.dtype is not None
+    nodes: list[ir.Node] = []
+
+    def op(op_type: str, *inputs: ir.Value, dtype: ir.DataType = x.dtype, **ints: int) -> ir.Value:
+        nodes.append(ir.Node("", op_type, inputs, [ir.AttrInt64(name, number) for name, number in ints.items()]))
+        nodes[-1].outputs[0].type = ir.TensorType(dtype)
+        return nodes[-1].outputs[0]
+
+    def constant(numbers: list[int]) -> ir.Value:
+        value = ir.Value(name=f"behind_{len(graph.initializers)}", const_value=ir.tensor(np.array(numbers, np.int64)))
+        value.type, value.shape = ir.TensorType(_INT64), ir.Shape([len(numbers)])
+        graph.register_initializer(value)
+        return value
+
+    rows = op("Reshape", x, op("Concat", constant([1]), op("Shape", x, dtype=_INT64), dtype=_INT64, axis=0), allowzero=1)
+    none = op("Concat", constant([0]), op("Shape", x, dtype=_INT64), dtype=_INT64, axis=0)
+    rest = op("Reshape", op("Cast", nothing, to=int(x.dtype)), none, allowzero=1)
+    op("Reshape", op("Concat", rows, rest, axis=0), op("Shape", x, dtype=_INT64), allowzero=1)
+    for one in nodes:
+        one.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, nodes)
+    made = nodes[-1].outputs[0]
+    made.shape, made.name = result.shape, result.name
+    result.name = None
+    result.replace_all_uses_with(made, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
 def _worked_out(graph: ir.Graph) -> tuple[set[ir.Value], set[ir.Node]]:
     """The values that follow from sizes and constants alone, and the nodes that compute them."""
     host: set[ir.Value] = set()
@@ -60,7 +105,7 @@ def _worked_out(graph: ir.Graph) -> tuple[set[ir.Value], set[ir.Node]]:
     for node in graph:
         if node.domain == "" and node.op_type in _ROOTS:
             host.update(node.outputs)
-        elif node.domain == "" and node.op_type in _ARITHMETIC:
+        elif node.domain == "" and node.op_type in ARITHMETIC:
             values = [value for value in node.inputs if value is not None and not _is_constant(value)]
             if values and host.issuperset(values):
                 host.update(node.outputs)
@@ -83,7 +128,7 @@ def is_about_sizes(node: ir.Node) -> bool:
     waiting, seen = [node], {node}
     while waiting:
         one = waiting.pop()
-        if one.domain or one.op_type not in _ARITHMETIC:
+        if one.domain or one.op_type not in ARITHMETIC:
             return False
         values = [value for value in one.inputs if value is not None and not _is_constant(value)]
         producers = {value.producer() for value in values}

@@ -90,6 +90,24 @@ def test_a_vector_of_sizes() -> None:
     assert result.tolist() == [3, 4, 5] and operators.count("Range") == 3
 
 
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 2)])
+@pytest.mark.parametrize("dtype", [D.FLOAT, D.INT64, D.BOOL])
+def test_a_tensor_behind_a_gradient(shape: tuple[int, ...], dtype: ir.DataType) -> None:
+    def write(graph: ir.Graph, op: Callable[..., ir.Value]) -> ir.Value:
+        ones = op("Cast", op("Cos", graph.inputs[0], dtype=D.FLOAT, rank=len(shape)), dtype=dtype, rank=len(shape), to=int(dtype))
+        flat = op("Reshape", op("Sin", graph.inputs[0], dtype=D.FLOAT), _constant(graph, "all", np.array([-1])), dtype=D.FLOAT, rank=1)
+        nothing = op("Gather", flat, _constant(graph, "none", np.zeros(0, np.int64)), dtype=D.FLOAT, rank=1)
+        sizes = op("Concat", op("Shape", ones, rank=1), op("Cast", nothing, rank=1, to=int(D.INT64)), rank=1, axis=0)
+        result = op("Reshape", ones, sizes, dtype=dtype, allowzero=1)
+        for node in graph:
+            node.outputs[0].shape = None
+        return result
+
+    result, operators = _run(write, *shape)
+    np.testing.assert_array_equal(result, np.ones(shape, dtype.numpy()), strict=True)
+    assert "Range" not in operators and operators[-2:] == ["Shape", "Reshape"]
+
+
 def test_what_is_about_sizes() -> None:
     x = ir.Value(name="x", type=ir.TensorType(D.FLOAT), shape=ir.Shape([None]))
     size = ir.Node("", "Size", [x])
