@@ -8,26 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-# What works out sizes, which the CPU knows anyhow.
-SIZES = {
-    "Shape",
-    "Size",
-    "Gather",
-    "Concat",
-    "Unsqueeze",
-    "Squeeze",
-    "Add",
-    "Sub",
-    "Mul",
-    "Div",
-    "Cast",
-    "ReduceProd",
-    "Slice",
-    "Equal",
-    "Where",
-    "Max",
-    "Min",
-}
+from ort_backend.lowering.passes.host_values import ARITHMETIC
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -41,7 +23,7 @@ print(json.dumps(dataclasses.asdict(place({name!r}))))
     placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
     assert placed["graphs"] == 1 and placed["cuda"] > 10
     assert placed["copies"] == 0, placed["names"]
-    assert set(placed["cpu"]) <= SIZES, placed["names"]
+    assert set(placed["cpu"]) <= ARITHMETIC, placed["names"]
     assert not placed["python"]
 
 
@@ -54,3 +36,25 @@ print(json.dumps(dataclasses.asdict(place("quantised_function"))))
 """
     placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
     assert placed["copies"] == 0 and "PythonOp" not in placed["cpu"], placed["names"]
+
+
+@pytest.mark.parametrize(
+    ("name", "python"),
+    [
+        ("bert_qa", set()),  # labels clamped at a size: ONNX Runtime takes a Clip to the CPU whose limits are there and whose input is the graph's
+        ("marian", set()),  # rows of a table looked up by a Range: GatherToSliceFusion
+        ("efficientnet", set()),  # results that the backward computes again, once a gradient is there
+        ("mixtral", {"transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}),  # sizes of groups that follow from data
+    ],
+)
+def test_what_is_worked_out_from_symbolic_sizes_is_not_copied(over_stand_in: Run, name: str, python: set[str]) -> None:
+    code = f"""
+import dataclasses, json
+from tools.cuda_placement.placement import place
+print(json.dumps(dataclasses.asdict(place({name!r}, dynamic=True))))
+"""
+    placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
+    assert placed["graphs"] == 1 and placed["cuda"] > 10
+    assert placed["copies"] == 0, placed["names"]
+    assert set(placed["cpu"]) <= ARITHMETIC, placed["names"]
+    assert set(placed["python"]) == python

@@ -3,10 +3,10 @@
     python -m tools.cuda_placement                        # every workload, with fixed sizes and with symbolic ones
     python -m tools.cuda_placement --only gpt2 resnet     # by name or by family
     python -m tools.cuda_placement --static --names       # fixed sizes only; names of the nodes as well
-    python -m tools.cuda_placement --json FILE
+    python -m tools.cuda_placement --json FILE --resume   # goes on where an earlier run was stopped
 
 Needs the stand-in CUDA libraries (`libraries.py`). Shows placement, never values: nothing runs on a GPU. The exit status is 1 if a session copies
-between devices.
+between devices, or computes something else than sizes on the CPU.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tools.cuda_placement import libraries
 from tools.cuda_placement.placement import Placed, place
 
 _MARK = "ORT_PLACEMENT_CHILD"
+_LIMIT = 600  # seconds for a workload
 _PRELOAD = ["tools.cuda_placement.placement", "onnxruntime", "transformers", "ort_backend.compiler"]
 
 
@@ -39,7 +40,11 @@ def placements(names: Sequence[str], dynamic: bool) -> Iterator[Placed]:
     for name in names:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
             try:
-                yield pool.submit(place, name, dynamic=dynamic).result(timeout=600)
+                yield pool.submit(place, name, dynamic=dynamic).result(timeout=_LIMIT)
+            except TimeoutError:
+                for process in pool._processes.values():  # the pool's end waits for it (3.14: kill_workers)
+                    process.kill()
+                yield Placed(name, problem=f"not done in {_LIMIT} s")
             except Exception as error:  # noqa: BLE001  whatever it is, it is this workload's result
                 yield Placed(name, problem=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
@@ -63,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_placement", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="workloads or families")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the placements, too")
+    parser.add_argument("--resume", action="store_true", help="takes over what the JSON file has")
     parser.add_argument("--names", action="store_true", help="prints the names of nodes on the CPU and of copies")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--static", dest="modes", action="store_const", const=(False,), default=(False, True), help="fixed sizes only")
@@ -77,21 +83,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.execve(sys.executable, [sys.executable, "-m", "tools.cuda_placement", *(sys.argv[1:])], {**environment, _MARK: "1"})
     console = Console() if sys.stdout.isatty() else Console(width=200)
     progress = Console(stderr=True, width=200)
-    found: dict[str, list[Placed]] = {}
+    found = _before(chosen.json) if chosen.resume else {}
     for dynamic in chosen.modes:
         title = "symbolic sizes" if dynamic else "fixed sizes"
-        results = found[title] = []
-        for one in placements(names, dynamic):
+        results = found.setdefault(title, [])
+        done = {one.name for one in results}
+        for one in placements([name for name in names if name not in done], dynamic):
             results.append(one)
-            copies_or_problem = one.problem or (f"{one.copies} Memcpy" if one.copies else "")
-            progress.print(f"{title}: {one.name} {copies_or_problem} {one.cpu or ''}", highlight=False, markup=False)
+            progress.print(f"{title}: {one.name} {_finding(one)} {one.cpu or ''}", highlight=False, markup=False)
             if chosen.names:
                 progress.print(*one.names, sep="\n", highlight=False, markup=False)
             if chosen.json is not None:
                 chosen.json.write_text(json.dumps({key: [dataclasses.asdict(p) for p in some] for key, some in found.items()}, indent=1))
     for title, results in found.items():
         console.print(table(results, title))
-    return int(any(one.problem and "not installed" not in one.problem or one.copies for some in found.values() for one in some))
+    return int(any(_finding(one) and "not installed" not in one.problem for some in found.values() for one in some))
+
+
+def _finding(one: Placed) -> str:
+    """What is wrong; empty if nothing is."""
+    copies, strays = f"{one.copies} Memcpy" if one.copies else "", f"on the CPU: {', '.join(one.strays)}" if one.strays else ""
+    return one.problem or ", ".join(filter(None, (copies, strays)))
+
+
+def _before(file: Path | None) -> dict[str, list[Placed]]:
+    if file is None or not file.exists():
+        return {}
+    return {title: [Placed(**{**one, "names": tuple(one["names"])}) for one in some] for title, some in json.loads(file.read_text()).items()}
 
 
 if __name__ == "__main__":

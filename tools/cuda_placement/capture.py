@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,11 +17,13 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ort_backend import compiler
 from ort_backend.lowering.function_site import SITES, TensorResult
 
+_run = fake_tensor.run_fallback_kernel
 _CUDA, _CPU = torch.device("cuda:0"), torch.device("cpu")
 # Functions that make a tensor where no device is given.
 _FACTORIES = {
@@ -51,7 +54,7 @@ def as_on_cuda() -> Iterator[None]:
         return gm
 
     nothing = mock.patch.object(torch.cuda, "_lazy_init", lambda: None)  # some operators ask for it even of fake tensors
-    with nothing, mock.patch.object(compiler, "aot_module_simplified", traced):
+    with nothing, mock.patch.object(fake_tensor, "run_fallback_kernel", _fallback), mock.patch.object(compiler, "aot_module_simplified", traced):
         yield
 
 
@@ -61,14 +64,26 @@ def _is_number(placeholder: fx.Node) -> bool:
 
 
 def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return value
-    fake = value if isinstance(value, FakeTensor) else mode.from_tensor(value)
-    with mode, torch.no_grad():
-        moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=_CUDA)
+    moved = _at(value if isinstance(value, FakeTensor) else mode.from_tensor(value), mode, _CUDA)
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(moved, value.requires_grad)
     return moved.requires_grad_(value.requires_grad)
+
+
+def _at(fake: FakeTensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    with mode, torch.no_grad():
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
+
+
+def _fallback(mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], args_spec: Any, error: RuntimeError) -> Any:
+    """An operator without a rule for fake tensors: it runs on zeros, for which there is only the CPU."""
+    device = next((one.fake_device for one in flat_args if isinstance(one, FakeTensor) and one.fake_device == _CUDA), _CPU)
+    args = [_at(one, mode, _CPU) if isinstance(one, FakeTensor) else one for one in flat_args]
+    return torch.utils._pytree.tree_map(
+        lambda one: _at(one, mode, device) if isinstance(one, FakeTensor) else one, _run(mode, func, args, args_spec, error)
+    )
 
 
 def _moved(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
@@ -80,6 +95,8 @@ def _moved(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _device)
             if node.op == "call_function" and node.target in _FACTORIES and node.kwargs.get("device") is None:
                 node.kwargs = {**node.kwargs, "device": _CUDA}
+            if node.op == "call_function" and node.target is operator.getitem:
+                _indexed(node)
             if node.op == "call_function" and node.target in (torch.tensor, torch.as_tensor):
                 _filled(node)
             if isinstance(node.meta.get("example_value"), torch.Tensor) and not (node.op == "placeholder" and _is_number(node)):
@@ -94,6 +111,19 @@ def _filled(node: fx.Node) -> None:
     """Makes a tensor of data one of ones: the tracer would make the tensor itself on the device. Placement does not depend on values."""
     like = node.meta["example_value"]
     node.target, node.args, node.kwargs = torch.ones, (tuple(like.shape),), {"dtype": like.dtype, "device": _CUDA}
+
+
+def _indexed(node: fx.Node) -> None:
+    """Makes tensors of the lists of numbers in an index, for the same reason."""
+    index = node.args[1]
+
+    def made(one: Any) -> Any:
+        if not isinstance(one, list) or not all(isinstance(number, int) for number in one):
+            return one
+        with node.graph.inserting_before(node):
+            return node.graph.call_function(torch.ones, ((len(one),),), {"dtype": torch.int64, "device": _CUDA})
+
+    node.args = (node.args[0], tuple(map(made, index)) if isinstance(index, tuple) else made(index))
 
 
 def _device(argument: Any) -> Any:

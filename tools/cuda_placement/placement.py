@@ -17,9 +17,9 @@ import torch
 import ort_backend
 from benchmarks.zoo_models import WORKLOADS
 from benchmarks.zoo_step import missing
+from ort_backend.lowering.passes.host_values import ARITHMETIC
 from tools.cuda_placement.capture import as_on_cuda
 
-# What ONNX Runtime computes on the CPU on purpose: where sizes are worked out.
 _LINE = re.compile(r"VerifyEachNodeIsAssignedToAnEp\]\s+(.*)")
 _PROVIDER = re.compile(r"(?:All nodes|Node\(s\)) placed on \[(\w+)\]\. Number of nodes: (\d+)")
 _NODE = re.compile(r"(\w+) \((.*)\)$")
@@ -48,6 +48,11 @@ class Placed:
     python: dict[str, int] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()
     problem: str = ""
+
+    @property
+    def strays(self) -> dict[str, int]:
+        """Nodes on the CPU provider that cannot be there to work out sizes."""
+        return {operator: count for operator, count in self.cpu.items() if operator not in ARITHMETIC}
 
 
 def place(name: str, *, dynamic: bool = False) -> Placed:
