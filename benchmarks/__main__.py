@@ -17,12 +17,13 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markdown import Markdown
 
-from benchmarks import plots, report, suite
+from benchmarks import report, suite
 from benchmarks.models import DEFAULT, LARGE, QUICK, WORKLOADS
 from benchmarks.training import BACKENDS, REFERENCE
 
@@ -39,6 +40,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     run.add_argument("--threads", type=int, default=1, help="of PyTorch and of ONNX Runtime (default: 1)")
     run.add_argument("--seconds", type=float, help="for the step times of a model, all backends together (default: 10, quick: 4)")
     run.add_argument("--no-compile", action="store_true", help="no compile times and no memory, which take a process for each backend")
+    run.add_argument("--no-plots", action="store_true", help="for an environment without matplotlib")
     run.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder (default: out/benchmarks)")
     return parser.parse_args(arguments)
 
@@ -57,6 +59,12 @@ def settings_of(arguments: argparse.Namespace) -> suite.Settings:
     )
 
 
+def _drawn(results: dict[str, Any], folder: Path) -> list[Path]:
+    from benchmarks import plots  # needs matplotlib, which `--no-plots` does without
+
+    return plots.draw(results, folder)
+
+
 def main() -> int:
     """Runs, writes, and shows the report."""
     arguments = parse(sys.argv[1:])
@@ -65,7 +73,7 @@ def main() -> int:
     results = suite.run(settings_of(arguments))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    pictures = plots.draw(results, arguments.out)
+    pictures = [] if arguments.no_plots else _drawn(results, arguments.out)
     text = report.full(results, pictures)
     (arguments.out / "report.md").write_text(text)
     (arguments.out / "table.md").write_text(report.readme_table(results))

@@ -2,123 +2,214 @@
 
     make gpu-check                                        # in this checkout's own environment
     make gpu-check PYTHON_GPU=/path/to/python             # with an interpreter that has torch, onnxruntime-training (or -gpu) and pytest
-    . kit/env.sh && tpy tools/gpu_check.py                # where the interpreter is a shell function
-    python tools/gpu_check.py --stages smoke tests        # a part, for a machine that is lent for minutes; stages before are kept
+    python tools/gpu_check.py --stages smoke tests        # a part; what OUT has of other stages is kept
     python tools/gpu_check.py --inductor-python python3   # measures inductor with another interpreter: one that has Triton
+    . kit/env.sh && tpy tools/gpu_check.py --behind python3 --inductor-python python3   # packages that `tpy` lacks are python3's
 
-Stages, each a process of its own that may fail without stopping the next:
+On a machine that is lent for minutes and stops a command after ten, three calls, each of which goes on where the files in OUT end:
+
+    python tools/gpu_check.py --out OUT --budget 560 --resume --stages smoke tests suite
+    python tools/gpu_check.py --out OUT --budget 560 --resume --stages suite
+    python tools/gpu_check.py --out OUT --budget 560 --resume --stages bench --bench=--no-compile
+
+Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
     smoke   a few training steps against eager PyTorch, on the default stream and on a side stream
     tests   pytest -m cuda
     suite   the tests that make sense on any device, with --device cuda
     bench   python -m benchmarks run --device cuda: bfloat16 autocast; GPT-2 small and medium, BERT-base, a Llama of 300 M, ViT-B, ResNet-50
 
-After each, OUT/gpu.json has everything and OUT/gpu.md says it (OUT: out/gpu). The package need not be installed. The exit status is 1 if a stage
+OUT (default: out/gpu) has five files at most, which grow while a stage runs: gpu.json, gpu.md (written after each stage, and each model), log.txt,
+tests.jsonl and suite.jsonl (a line a test). The rest is in out/gpu-scratch. The package need not be installed. The exit status is 1 if a stage
 failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import importlib.util
 import json
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_report import markdown
+from recorded import outcomes
+
 ROOT = Path(__file__).resolve().parents[1]
-_TAIL = 6000  # characters of a stage's output that are kept
+SCRATCH = ROOT / "out" / "gpu-scratch"
+_TAIL = 6000  # characters of a command's output that are kept
+_LEAST = 5.0  # seconds: with less, nothing is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
+_CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
+# torch.testing._internal, where the operators' database is, derives from its TestCase.
+_EXPECTTEST = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
 
-Stage = Callable[[argparse.Namespace, dict[str, str]], dict[str, Any]]
+Stage = Callable[["Run", dict[str, Any]], Iterator[dict[str, Any]]]
 
 
-def environment(out: Path) -> dict[str, str]:
-    """The environment of the stages: this checkout first; where the package is not installed, an entry point by which torch finds the backend."""
-    paths = [str(ROOT), str(ROOT / "tests")]
+class Run:
+    """The command line, the environment of the stages, and how long there is."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.log = arguments, arguments.out / "log.txt"
+        self.environment = environment(arguments.behind)
+        self._end = time.monotonic() + arguments.budget
+
+    def call(self, command: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+        """Runs a command in the checkout: `command`, `status` (None: it ran out of time), `seconds`, `output`. All of it goes to the log."""
+        started = time.monotonic()
+        timeout = min(self.arguments.timeout, self._end - started)
+        if timeout < _LEAST:
+            return {"command": list(command), "status": None, "seconds": 0.0, "output": "no time was left to start it"}
+        with self.log.open("ab") as log:
+            log.write(f"\n$ {shlex.join(command)}\n".encode())
+            log.flush()
+            place = log.tell()
+            status = _wait(command, log, environment or self.environment, timeout)
+        with self.log.open("rb") as log:
+            log.seek(place)
+            output = log.read().decode(errors="replace")
+        return {"command": list(command), "status": status, "seconds": round(time.monotonic() - started, 1), "output": output}
+
+
+def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout: float) -> int | None:
+    """Runs a command and, in the end, all that it started: in a process group, not in a session, which would outlive a stopped gpu-check."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def environment(behind: str | None) -> dict[str, str]:
+    """The environment of the stages: this checkout first, then an entry point and packages that are not installed, then those of `behind`."""
+    site, last = SCRATCH / "site", [_packages(behind)] if behind else []
+    shutil.rmtree(site, ignore_errors=True)
+    site.mkdir(parents=True)
     if not any(one.name == "ort_training" for one in importlib.metadata.entry_points(group="torch_dynamo_backends")):
-        info = out / "site" / "ort_training-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
+        info = site / "ort_training-0.dist-info"
+        info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ort-training\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[torch_dynamo_backends]\nort_training = ort_backend.compiler:ort_training\n")
-        paths.append(str(info.parent))
-    if "PYTHONPATH" in os.environ:
-        paths.append(os.environ["PYTHONPATH"])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if importlib.util.find_spec("expecttest") is None and not any((Path(folder) / "expecttest").exists() for folder in last):
+        (site / "expecttest.py").write_text(_EXPECTTEST)
+    before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    paths = [ROOT, ROOT / "tests", ROOT / "tools", site, *before, *last]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def call(command: Sequence[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Runs a command in the checkout: `command`, `status` (None: it ran out of time), `seconds`, `output` (its end)."""
-    started = time.monotonic()
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout, check=False)
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as late:
-        status, output = None, late.stdout or b""
-    text = output.decode(errors="replace")
-    return {"command": list(command), "status": status, "seconds": round(time.monotonic() - started, 1), "output": text[-_TAIL:]}
+def _packages(python: str) -> str:
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return subprocess.run(command, env=_own(dict(os.environ)), capture_output=True, text=True, check=True).stdout.strip()
 
 
-def smoke(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
-    """Training steps of small models against eager PyTorch."""
-    result = call([sys.executable, str(ROOT / "tools" / "gpu_smoke.py"), "--device", arguments.device], env, arguments.timeout)
-    lines = [line[len("RESULT ") :] for line in result["output"].splitlines() if line.startswith("RESULT ")]
-    return {**result, "cases": [json.loads(line) for line in lines]}
+def _own(environment: dict[str, str]) -> dict[str, str]:
+    """The environment without what is meant for this interpreter."""
+    return {name: value for name, value in environment.items() if name not in ("PYTHONHOME", "PYTHONPATH")}
 
 
-def tests(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+def smoke(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Training steps of small models against eager PyTorch. A case that kills the process does not stop the next ones."""
+    cases: list[dict[str, Any]] = []
+    seconds, worst = 0.0, 0
+    while True:
+        command = [sys.executable, str(ROOT / "tools" / "gpu_smoke.py"), "--device", run.arguments.device, "--first", str(len(cases))]
+        result = run.call(command)
+        lines = result["output"].splitlines()
+        found = [json.loads(line[len("RESULT ") :]) for line in lines if line.startswith("RESULT ")]
+        started = [line[len("CASE ") :] for line in lines if line.startswith("CASE ")]
+        cases += found
+        if len(started) > len(found):
+            cases.append({"name": started[-1], "verdict": "CRASHED" if result["status"] is not None else "NOT DONE", "right": False})
+        seconds, worst = seconds + result["seconds"], max(worst, result["status"] or 0, int(any(not case["right"] for case in cases)))
+        status = None if result["status"] is None else worst
+        yield {**result, "status": status, "seconds": seconds, "output": result["output"][-_TAIL:], "cases": cases}
+        if result["status"] in (0, 1, None) or not started:
+            return
+
+
+def tests(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """`pytest -m cuda`, counted."""
-    return _pytest(arguments, env, "tests", ["-m", "cuda"])
+    yield _pytest(run, "tests", before, ["-m", "cuda"])
 
 
-def _pytest(arguments: argparse.Namespace, env: dict[str, str], name: str, chosen: Sequence[str]) -> dict[str, Any]:
-    report = arguments.out / f"{name}.xml"
-    report.unlink(missing_ok=True)
-    result = call([sys.executable, "-m", "pytest", "-q", *chosen, f"--junitxml={report}", *arguments.pytest], env, arguments.timeout)
-    if not report.exists():
-        return result
-    cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    names = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
-    return {**result, "tests": len(cases), "passed": len(cases) - len(failed) - len(skipped), "skipped": len(skipped), "failed": names}
-
-
-def suite(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
+def suite(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The tests that make sense on any device, with their tensors on this one."""
-    return _pytest(arguments, env, "suite", ["--device", arguments.device, *_ANY_DEVICE])
+    yield _pytest(run, "suite", before, ["--device", run.arguments.device, *_ANY_DEVICE])
 
 
-def bench(arguments: argparse.Namespace, env: dict[str, str]) -> dict[str, Any]:
-    """The benchmark suite; inductor with the interpreter that has Triton."""
-    runs = {"ort_training": _suite(arguments, env, sys.executable, ["aot_eager", "ort_training"])}
-    if arguments.inductor_python:
-        plain = {**env, "PYTHONPATH": str(ROOT)}
-        plain.pop("PYTHONHOME", None)
-        runs["inductor"] = _suite(arguments, plain, arguments.inductor_python, ["inductor"])
+def _pytest(run: Run, name: str, before: dict[str, Any], chosen: Sequence[str]) -> dict[str, Any]:
+    record, known = run.arguments.out / f"{name}.jsonl", SCRATCH / f"{name}-before.jsonl"
+    if not run.arguments.resume:
+        record.unlink(missing_ok=True)
+    known.write_text(record.read_text() if record.exists() else "")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "recorded", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0", "--tb=short"]
+    if importlib.util.find_spec("xdist") is not None or run.arguments.behind:
+        command += [f"--numprocesses={run.arguments.workers}", "--max-worker-restart=1000"]
+    command += ["--continue-on-collection-errors", *chosen, *run.arguments.pytest]
+    result = run.call(command, {**run.environment, "RECORDED_TO": str(record), "RECORDED_BEFORE": str(known)})
+    done = outcomes(record)
+    counts = {outcome: [one for one in done.values() if one["outcome"] == outcome] for outcome in ("passed", "skipped", "failed")}
+    status = 0 if result["status"] == 5 and done else result["status"]  # 5: there was nothing left to run
+    if counts["failed"] and status == 0:
+        status = 1
+    numbers = {"tests": len(done), "passed": len(counts["passed"]), "skipped": len(counts["skipped"]), "failed": counts["failed"]}
+    seconds = result["seconds"] + (before.get("seconds", 0.0) if run.arguments.resume else 0.0)
+    return {**result, "status": status, "seconds": seconds, "output": result["output"][-_TAIL:], **numbers}
+
+
+def bench(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The benchmark suite, a model at a time; inductor with the interpreter that has Triton."""
+    runs = {name: one for name, one in before.get("runs", {}).items() if one["status"] is not None} if run.arguments.resume else {}
+    names, wanted = list(run.arguments.models), [(sys.executable, ["aot_eager", "ort_training"])]
+    if not names:
+        listed = run.call([sys.executable, "-c", _CASES])
+        found = [line.split()[1:] for line in listed["output"].splitlines() if line.startswith("CASES ")]
+        if not found:
+            yield {**listed, "status": listed["status"] or 1, "output": listed["output"][-_TAIL:]}
+            return
+        names = found[0]
+    if run.arguments.inductor_python:
+        wanted.append((run.arguments.inductor_python, ["inductor"]))
     elif importlib.util.find_spec("triton") is not None:
-        runs = {"all": _suite(arguments, env, sys.executable, ["aot_eager", "inductor", "ort_training"])}
-    status = max((1 if one["status"] is None else one["status"] for one in runs.values()), default=1)
-    return {"status": status, "seconds": sum(one["seconds"] for one in runs.values()), "runs": runs}
+        wanted = [(sys.executable, ["aot_eager", "inductor", "ort_training"])]
+    for model in names:
+        for dtype in run.arguments.dtypes:
+            for python, backends in wanted:
+                name = f"{model}, {dtype}, {backends[-1]}"
+                if name not in runs:
+                    runs[name] = _measured(run, python, model, dtype, backends)
+                statuses = [one["status"] for one in runs.values()]
+                status = next((one for one in statuses if one), None if None in statuses else 0)
+                yield {"status": status, "seconds": sum(one["seconds"] for one in runs.values()), "runs": runs}
 
 
-def _suite(arguments: argparse.Namespace, env: dict[str, str], python: str, backends: Sequence[str]) -> dict[str, Any]:
-    folder = arguments.out / f"bench-{backends[-1]}"
-    command = [python, "-m", "benchmarks", "run", "--device", arguments.device, "--out", str(folder), "--backends", *backends]
-    command += ["--dtypes", *arguments.dtypes, *(["--models", *arguments.models] if arguments.models else [])]
-    result = call([*command, *arguments.bench], env, arguments.timeout)
+def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[str]) -> dict[str, Any]:
+    folder = SCRATCH / f"bench-{model}-{dtype}-{backends[-1]}"
+    shutil.rmtree(folder, ignore_errors=True)
+    command = [python, "-m", "benchmarks", "run", "--device", run.arguments.device, "--out", str(folder), "--no-plots"]
+    command += ["--models", model, "--dtypes", dtype, "--backends", *backends, *run.arguments.bench]
+    result = run.call(command, None if python == sys.executable else {**_own(run.environment), "PYTHONPATH": str(ROOT)})
     found = folder / "results.json"
     if found.exists():
-        result["models"] = {case: _figures(model) for case, model in json.loads(found.read_text())["models"].items()}
-    return result
+        result["models"] = {case: _figures(measured) for case, measured in json.loads(found.read_text())["models"].items()}
+    return {**result, "output": result["output"][-_TAIL:]}
 
 
 def _figures(model: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +218,13 @@ def _figures(model: dict[str, Any]) -> dict[str, Any]:
 
 
 STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench}
+
+
+def _results(stage: Stage, run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    try:
+        yield from stage(run, before)
+    except Exception:  # noqa: BLE001  whatever it is, the next stage still runs
+        yield {"status": 1, "seconds": 0.0, "output": traceback.format_exc()}
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -138,13 +236,12 @@ def machine(device: str) -> dict[str, Any]:
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "python": sys.version.split()[0],
         "versions": versions,
+        "cuda": torch.version.cuda,
+        "commit": _commit(),
     }
-    described["cuda"] = torch.version.cuda
     if device == "cuda" and torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
         described["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    described["commit"] = commit.stdout.strip() or None
     return described
 
 
@@ -155,41 +252,11 @@ def _version(name: str) -> str | None:
         return None
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """What was found, for people."""
-    about = results["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
-    lines = ["# gpu-check", f"{about.get('gpu', 'no GPU')}, Python {about['python']}, {versions}; commit {about['commit']}, {about['date']}."]
-    for name, stage in results["stages"].items():
-        word = {0: "passed", None: "ran out of time"}.get(stage["status"], f"FAILED (exit status {stage['status']})")
-        lines.append(f"## {name}: {word}, {stage['seconds']:.0f} s")
-        lines += _details(name, stage)
-        if stage["status"] != 0 and "output" in stage:
-            lines.append(f"```\n{stage['output'][-2500:]}\n```")
-    return "\n\n".join(lines) + "\n"
-
-
-def _details(name: str, stage: dict[str, Any]) -> list[str]:
-    if name == "smoke":
-        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"])] if stage.get("cases") else []
-    if "tests" in stage:
-        counted = f"{stage['passed']} of {stage['tests']} passed, {stage['skipped']} skipped."
-        return [counted, *(["\n".join(f"- {one}" for one in stage["failed"])] if stage["failed"] else [])]
-    if name == "bench":
-        return [_bench_table(stage), *(f"```\n{run['output'][-1500:]}\n```" for run in stage["runs"].values() if run["status"] != 0)]
-    return []
-
-
-def _bench_table(stage: dict[str, Any]) -> str:
-    rows = ["| model | backend | step ms | compile s | peak MB | |", "|---|---|---:|---:|---:|---|"]
-    for run in stage["runs"].values():
-        for case, backends in run.get("models", {}).items():
-            for backend, one in backends.items():
-                step = f"{one['step_ms']['median']:.2f}" if one.get("step_ms") else ""
-                seconds = f"{one['cold_compile_seconds']:.1f}" if one.get("cold_compile_seconds") else ""
-                peak = f"{one['peak_bytes'] / 1e6:.0f}" if one.get("peak_bytes") else ""
-                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {one.get('error') or ''} |")
-    return "\n".join(rows)
+def _commit() -> str | None:
+    if shutil.which("git") is None:
+        return None
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -197,10 +264,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument("--resume", action="store_true", help="goes on with OUT: tests and models that have a result there are not run again")
+    parser.add_argument("--budget", type=float, default=86400, help="seconds for everything (default: a day)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each process (default: 3600)")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes for tests (default: half of the cores)")
     parser.add_argument("--models", nargs="+", default=[], help="for bench (default: the models of real sizes)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="for bench (default: bfloat16)")
     parser.add_argument("--inductor-python", help="an interpreter with torch and Triton, for inductor's figures")
+    parser.add_argument("--behind", metavar="PYTHON", help="an interpreter whose packages are there for those that this one lacks")
     parser.add_argument("--pytest", type=shlex.split, default=[], metavar="ARGUMENTS", help='more arguments of pytest: --pytest="-x -k attention"')
     parser.add_argument("--bench", type=shlex.split, default=[], metavar="ARGUMENTS", help='more of python -m benchmarks run: --bench="--seconds 3"')
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: shows that the command itself works; no GPU is asked for")
@@ -216,15 +287,19 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and "gpu" not in about:
         sys.exit("gpu-check: PyTorch sees no CUDA device (--device cpu shows that the command itself works)")
     kept = arguments.out / "gpu.json"
-    before = json.loads(kept.read_text())["stages"] if kept.exists() else {}
-    results: dict[str, Any] = {"machine": about, "device": arguments.device, "stages": before}
-    env = environment(arguments.out)
+    stages = json.loads(kept.read_text())["stages"] if kept.exists() else {}
+    run = Run(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
+    results = {"machine": about, "device": arguments.device, "stages": stages}
     for name in arguments.stages:
-        results["stages"][name] = STAGES[name](arguments, env)
-        kept.write_text(json.dumps(results, indent=1) + "\n")
-        (arguments.out / "gpu.md").write_text(markdown(results))
+        for found in _results(STAGES[name], run, stages.get(name, {})):
+            stages[name] = found
+            kept.write_text(json.dumps(results, indent=1) + "\n")
+            (arguments.out / "gpu.md").write_text(markdown(results))
+        sys.stdout.write(f"{name}: exit status {stages[name]['status']}, {stages[name]['seconds']:.0f} s\n")
+        sys.stdout.flush()
     sys.stdout.write(markdown(results) + f"\n{kept}, {arguments.out / 'gpu.md'}\n")
-    return int(any(results["stages"][name]["status"] != 0 for name in arguments.stages))
+    return int(any(stages[name]["status"] != 0 for name in arguments.stages))
 
 
 if __name__ == "__main__":

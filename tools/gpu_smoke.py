@@ -1,8 +1,9 @@
 """A few training steps on one device against eager PyTorch: the first thing to run on a GPU.
 
-    python tools/gpu_smoke.py [--device cpu]
+    python tools/gpu_smoke.py [--device cpu] [--first N]
 
-Prints a line `RESULT {json}` for each case. The exit status is 1 if one is wrong.
+Prints lines `CASE name` and `RESULT {json}` for each case, from the Nth on. The exit status is 1 if one is wrong, and 70 where a case has left an
+error on the device that every later one in this process would meet.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import sys
 import time
@@ -65,7 +67,8 @@ def _attention() -> Made:
 
 
 # Name, model and input, autocast; the tolerance is relative to the largest gradient of each parameter.
-CASES: tuple[tuple[str, Callable[[], Made], torch.dtype | None, float], ...] = (
+Case = tuple[str, Callable[[], Made], torch.dtype | None, float]
+CASES: tuple[Case, ...] = (
     ("linear", _linear, None, 1e-5),
     ("layer norm and gelu", _perceptron, None, 1e-4),
     ("dropout: same random numbers", _dropout, None, 1e-4),
@@ -110,25 +113,47 @@ def main() -> int:
     """All cases. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    device = parser.parse_args().device
+    parser.add_argument("--first", type=int, default=0, help="number of cases to leave out")
+    arguments = parser.parse_args()
+    device, failed = arguments.device, 0
     streams = (False, True) if device == "cuda" else (False,)
-    failed = 0
-    for side_stream in streams:
-        for name, make, autocast, tolerance in CASES:
-            started = time.perf_counter()
-            try:
-                found = run(make, autocast, tolerance, device, side_stream)
-            except Exception:  # noqa: BLE001  whatever it is, it is this case's result
-                found = {"right": False, "error": traceback.format_exc()[-1500:]}
-            verdict = "ok" if found["right"] else "WRONG" if "worst" in found else "ERROR"
-            if "worst" in found:
-                verdict += f", gradients differ by {found['worst']:.1e} of the largest, allowed {tolerance:.0e}"
-            title = name + (" (side stream)" if side_stream else "")
-            line = {"name": title, "verdict": verdict, "seconds": round(time.perf_counter() - started, 2), **found}
-            sys.stdout.write(f"RESULT {json.dumps(line)}\n")
-            sys.stdout.flush()
-            failed += not found["right"]
+    for side_stream, case in list(itertools.product(streams, CASES))[arguments.first :]:
+        title = case[0] + (" (side stream)" if side_stream else "")
+        _write(f"CASE {title}")
+        found = _judged(case, device, side_stream)
+        _write(f"RESULT {json.dumps({'name': title, **found})}")
+        failed += not found["right"]
+        if not _device_works():
+            return 70
     return int(failed > 0)
+
+
+def _judged(case: Case, device: str, side_stream: bool) -> dict[str, Any]:
+    _, make, autocast, tolerance = case
+    started = time.perf_counter()
+    try:
+        found = run(make, autocast, tolerance, device, side_stream)
+    except Exception:  # noqa: BLE001  whatever it is, it is this case's result
+        found = {"right": False, "error": traceback.format_exc()[-1500:]}
+    verdict = "ok" if found["right"] else "WRONG" if "worst" in found else "ERROR"
+    if "worst" in found:
+        verdict += f", gradients differ by {found['worst']:.1e} of the largest, allowed {tolerance:.0e}"
+    return {"verdict": verdict, "seconds": round(time.perf_counter() - started, 2), **found}
+
+
+def _device_works() -> bool:
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

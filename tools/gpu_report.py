@@ -1,0 +1,48 @@
+"""What `gpu_check.py` found, for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHOWN = 40  # failures
+_TEXT = 600  # characters of each
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The whole report."""
+    about = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+    lines = ["# gpu-check", f"{about.get('gpu', 'no GPU')}, Python {about['python']}, {versions}; commit {about['commit']}, {about['date']}."]
+    for name, stage in results["stages"].items():
+        word = {0: "passed", None: "ran out of time"}.get(stage["status"], f"FAILED (exit status {stage['status']})")
+        lines.append(f"## {name}: {word}, {stage['seconds']:.0f} s")
+        lines += _details(stage)
+        if stage["status"] != 0 and stage.get("output"):
+            lines.append(f"```\n{stage['output'][-2500:]}\n```")
+    return "\n\n".join(lines) + "\n"
+
+
+def _details(stage: dict[str, Any]) -> list[str]:
+    if "cases" in stage:
+        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"])]
+    if "failed" in stage:
+        counted = f"{stage['passed']} of {stage['tests']} passed, {stage['skipped']} skipped, {len(stage['failed'])} failed."
+        shown = [f"- {one['test']}\n\n```\n{one['text'][-_TEXT:]}\n```" for one in stage["failed"][:_SHOWN]]
+        more = [f"- {one['test']}" for one in stage["failed"][_SHOWN:]]
+        return [counted, *shown, *(["\n".join(more)] if more else [])]
+    if "runs" in stage:
+        problems = [f"{name}:\n\n```\n{run['output'][-1500:]}\n```" for name, run in stage["runs"].items() if run["status"] != 0]
+        return [_bench_table(stage), *problems]
+    return []
+
+
+def _bench_table(stage: dict[str, Any]) -> str:
+    rows = ["| model | backend | step ms | compile s | peak MB | |", "|---|---|---:|---:|---:|---|"]
+    for run in stage["runs"].values():
+        for case, backends in run.get("models", {}).items():
+            for backend, one in backends.items():
+                step = f"{one['step_ms']['median']:.2f}" if one.get("step_ms") else ""
+                seconds = f"{one['cold_compile_seconds']:.1f}" if one.get("cold_compile_seconds") else ""
+                peak = f"{one['peak_bytes'] / 1e6:.0f}" if one.get("peak_bytes") else ""
+                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {one.get('error') or ''} |")
+    return "\n".join(rows)
