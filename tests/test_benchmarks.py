@@ -45,7 +45,7 @@ def test_a_run_writes_every_figure(tmp_path: Path) -> None:
     results = json.loads((out / "results.json").read_text())
     assert set(results) == {"format", "command", "date", "seconds", "machine", "settings", "models", "geometric_means", "errors"}
     assert results["format"] == suite.FORMAT and results["errors"] == []
-    assert results["machine"]["packages"]["torch"] == torch.__version__
+    assert results["machine"]["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # PyPI's wheels do not say their CUDA
 
     (model,) = results["models"].values()
     assert set(model) == {"model", "sizes", "dtype", "backends", "ratios"}

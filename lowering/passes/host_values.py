@@ -95,7 +95,11 @@ def _wait_on_device(graph: ir.Graph, node: ir.Node, nothing: ir.Value) -> None:
     made.shape, made.name = result.shape, result.name
     result.name = None
     result.replace_all_uses_with(made, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    dead: ir.Node | None = node
+    while dead is not None and not any(output.uses() for output in dead.outputs):  # with what joins the sizes and nothing
+        last = dead.inputs[-1]
+        graph.remove(dead, safe=True)
+        dead = last.producer() if last is not None else None
 
 
 def _worked_out(graph: ir.Graph) -> tuple[set[ir.Value], set[ir.Node]]:

@@ -60,7 +60,14 @@ def as_on_cuda() -> Iterator[None]:
 
 def _is_number(placeholder: fx.Node) -> bool:
     """Whether Dynamo hands a Python number over as a tensor, which stays where it is."""
-    return bool(placeholder.users) and all(user.op == "call_method" and user.target == "item" for user in placeholder.users)
+    return bool(placeholder.users) and all(user.target == "item" or _takes_number(user, placeholder) for user in placeholder.users)
+
+
+def _takes_number(user: fx.Node, placeholder: fx.Node) -> bool:
+    """Whether this is a call of a graph (under a checkpoint, say) to which the number is handed on, in Dynamo's dtype for one."""
+    value = placeholder.meta.get("example_value")
+    is_float = isinstance(value, torch.Tensor) and value.dtype == torch.float64 and value.dim() == 0
+    return is_float and isinstance(user.target, torch._ops.HigherOrderOperator)
 
 
 def _on_cuda(value: Any, mode: FakeTensorMode) -> Any:
