@@ -155,6 +155,9 @@ class _Transforms:
         op, dims = self.op, rank(value.real)
         if at == dims - 1:
             return bilinear(op, lambda left, right: op.MatMul(right, left), matrix, value)
+        if 0 in tuple(value.real.shape)[:at]:  # type: ignore[arg-type]
+            # Nothing, of the right shape: ONNX Runtime takes no product of a matrix with it.
+            return value.map(lambda part: op.Gather(part, int64s(op, [0] * int(matrix.real.shape[0])), axis=at))  # type: ignore[index, arg-type]
         if at == dims - 2:
             return bilinear(op, op.MatMul, matrix, value)
         order = [i for i in range(dims) if i != at] + [at]

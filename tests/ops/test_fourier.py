@@ -75,6 +75,14 @@ def test_no_rows() -> None:
     assert compiled(torch.ones(0, 6)).shape == (0, 4)  # which MKL, in eager PyTorch, refuses
 
 
+def test_no_matrices() -> None:
+    """MKL, in eager PyTorch before 2.15, refuses these, too."""
+    for function in (torch.fft.fft2, torch.fft.rfft2, lambda x: torch.fft.fft(x, 7, 2)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, function=function: function(x).abs(), backend="ort_training")
+        assert compiled(torch.ones(2, 0, 3, 4)).shape == function(torch.ones(2, 1, 3, 4))[:, :0].shape
+
+
 def test_a_large_prime_number_stays_with_pytorch() -> None:
     check_training(lambda x: torch.fft.fft(x), needs_grad(2, 1031), outside=["aten::_fft_c2c", "aten::_fft_r2c"], atol=1e-3)
 
