@@ -91,6 +91,8 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
         return True
     shapes = [one.meta["val"].shape for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
     return max(math.prod(map(hint, shape)) for shape in shapes) >= IN_STEPS[node.target]
+
+
 def _is_grouped(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
 
