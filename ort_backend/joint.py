@@ -26,7 +26,6 @@ from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.scales import fuse_scales
-from ort_backend.lowering.passes.weight_gradients import transpose_first
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -64,7 +63,6 @@ def lower_joint(
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
-    transpose_first(graph, target)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)

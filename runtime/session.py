@@ -202,7 +202,6 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
-    GemmTransposeFusion takes a transpose into the product that stands in front of it on purpose (`lowering.passes.weight_gradients`).
     QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
@@ -214,8 +213,6 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
-    if any(_beside_transpose(node) for node in model.graph if node.op_type == "Gemm"):
-        harmful.append("GemmTransposeFusion")
     if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
         harmful.append("QuickGeluFusion")
     if any(node.op_type == "Div" for node in model.graph):
@@ -234,11 +231,6 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
 def _has_activation_behind_yield(model: ir.Model) -> bool:
     behind = itertools.dropwhile(lambda node: node.op_type != "YieldOp", model.graph)
     return any(node.op_type in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Softplus", "Softsign", "Elu", "HardSigmoid") for node in behind)
-
-
-def _beside_transpose(node: ir.Node) -> bool:
-    others = [value.producer() for value in node.inputs if value is not None] + [user for user, _ in node.outputs[0].uses()]
-    return any(other is not None and other.op_type == "Transpose" for other in others)
 
 
 _LARGE = 1 << 20  # elements

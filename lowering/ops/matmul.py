@@ -18,9 +18,6 @@ _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor")
 _library.impl("scaled_bmm", lambda self, mat2, alpha: torch.bmm(self, mat2) * alpha, "CompositeExplicitAutograd")
 SCALED_BMM = torch.ops.ort_training.scaled_bmm.default
-_library.define("plain_mm(Tensor self, Tensor mat2) -> Tensor")
-_library.impl("plain_mm", lambda self, mat2: torch.mm(self, mat2), "CompositeExplicitAutograd")
-PLAIN_MM = torch.ops.ort_training.plain_mm.default
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FUSED = ("com.microsoft::FusedMatMul",)
@@ -77,12 +74,6 @@ def mm(op, self, mat2):
     if _has_gemm(self) and (trans_a or trans_b):
         return op.Gemm(a, b, transA=int(trans_a), transB=int(trans_b))
     return _matmul(op, self, mat2)
-
-
-@register(PLAIN_MM)
-def plain_mm(op, self, mat2):
-    """ort_training::plain_mm(Tensor self, Tensor mat2) -> Tensor: a transpose in front stays a copy; `passes.weight_gradients` writes it."""
-    return op.Gemm(self, mat2) if _has_gemm(self) else _matmul(op, self, mat2)
 
 
 @register(aten.addmm.default, promote="output")
