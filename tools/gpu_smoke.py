@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from device_health import device_works
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -123,7 +124,7 @@ def main() -> int:
         found = _judged(case, device, side_stream)
         _write(f"RESULT {json.dumps({'name': title, **found})}")
         failed += not found["right"]
-        if not _device_works():
+        if not device_works():
             return 70
     return int(failed > 0)
 
@@ -139,16 +140,6 @@ def _judged(case: Case, device: str, side_stream: bool) -> dict[str, Any]:
     if "worst" in found:
         verdict += f", gradients differ by {found['worst']:.1e} of the largest, allowed {tolerance:.0e}"
     return {"verdict": verdict, "seconds": round(time.perf_counter() - started, 2), **found}
-
-
-def _device_works() -> bool:
-    if not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _write(line: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from device_health import device_works
 
 LIMIT = 120.0  # seconds
 _TEXT = 2500  # characters of a failure
@@ -64,15 +64,5 @@ def pytest_runtest_protocol() -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
-        if not _device_works():
+        if not device_works():
             os._exit(70)
-
-
-def _device_works() -> bool:
-    if not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
