@@ -58,14 +58,14 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     """
     if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
         return "oneDNN's kernels, as in eager PyTorch"
-    if node.target in _FUSED_ATTENTION and target.whole_graphs and target.kernels != "onnxruntime":
-        return "PyTorch's fused attention, as in eager PyTorch"
-    if target.whole_graphs and slow_in_steps(node, target):
-        return "PyTorch's kernel is faster than steps at this size"
-    if _is_grouped(node) and target.device_type == "cuda" and target.whole_graphs and target.kernels != "onnxruntime":
-        return "the sizes of the groups are on the device"
-    if not pytorch_may_run(target):
+    if not target.whole_graphs or target.kernels == "onnxruntime":
         return None
+    if node.target in _FUSED_ATTENTION:
+        return "PyTorch's fused attention, as in eager PyTorch"
+    if slow_in_steps(node, target):
+        return "PyTorch's kernel is faster than steps at this size"
+    if target.device_type != "cpu":
+        return "the sizes of the groups are on the device" if _is_grouped(node) else None
     if target.kernels == "pytorch":
         return "asked for"
     if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
