@@ -41,9 +41,9 @@ def split_input_gradients(graph: fx.Graph, target: OrtTarget) -> int:
 
 
 def _pays(node: fx.Node) -> bool:
-    grad_output, input, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
-    fakes = [one.meta["val"] for one in (grad_output, input, weight)]  # type: ignore[union-attr]
-    over, of, kernel = (fake.shape for fake in fakes)
+    grad_output, _, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
+    fakes = [one.meta["val"] for one in (grad_output, weight)]  # type: ignore[union-attr]
+    over, kernel = (fake.shape for fake in fakes)
     if transposed or groups != 1 or not wanted[0] or any(fake.dtype != torch.float32 for fake in fakes):  # type: ignore[index]
         return False
     numbers = [*kernel, *stride, *padding, *dilation]  # type: ignore[misc]
