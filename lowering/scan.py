@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ort_backend.lowering.constants import constant
 from ort_backend.lowering.microsoft import typed
 
 _numbers = itertools.count()
@@ -32,6 +33,14 @@ class Body:
             output.type = inputs[0].type if dtype is None else ir.TensorType(dtype)
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else list(node.outputs)
+
+
+def numbers(op: Any, count: int | ir.Value) -> ir.Value:
+    """0 to `count` - 1 as int64 (count): the rows of a Scan whose steps need to know which one they are."""
+    zero, one = (constant(op, number, ir.DataType.INT64) for number in (0, 1))
+    if isinstance(count, ir.Value):
+        return typed(op.Range(zero, count, one), ir.DataType.INT64, [None])
+    return typed(op.Range(zero, constant(op, count, ir.DataType.INT64), one), ir.DataType.INT64, [count])
 
 
 # (body, states, rows, weights) -> next states, rows of the results

@@ -17,7 +17,7 @@ from ort_backend.lowering.axes import axis, length, rank
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import register
-from ort_backend.lowering.scan import Body, scan
+from ort_backend.lowering.scan import Body, numbers, scan
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _in_blocks(op: Any, value: ir.Value, at: int, count: Size, replaces: str) ->
     first = _first(op, _first(op, cut, at + 1)[0], at)
     last, last_place, inside, place = _inclusive(op, cut, at + 1, block, replaces)
 
-    starts = op.Mul(_numbers(op, blocks), _int64(op, block))
+    starts = op.Mul(numbers(op, blocks), _int64(op, block))
     starts = op.Unsqueeze(starts, int64s(op, range(1, len(behind) + 1))) if behind else starts
     earlier, earlier_place = _exclusive(op, first, [last, op.Add(last_place, starts)], at, replaces)
     earlier, earlier_place, starts = (op.Unsqueeze(one, int64s(op, [dim])) for one, dim in ((earlier, at + 1), (earlier_place, at + 1), (starts, 1)))
@@ -93,7 +93,7 @@ def _inclusive(op: Any, value: ir.Value, at: int, count: Size, replaces: str) ->
         after = _step(body, states, rows, replaces)
         return after, after
 
-    return scan(op, step, _first(op, value, at), [value, _numbers(op, count)], ranks=[rank(value)] * 2, axes=[at, 0], result_axes=[at] * 2)
+    return scan(op, step, _first(op, value, at), [value, numbers(op, count)], ranks=[rank(value)] * 2, axes=[at, 0], result_axes=[at] * 2)
 
 
 def _exclusive(op: Any, first: list[ir.Value], rows: list[ir.Value], at: int, replaces: str) -> list[ir.Value]:
@@ -129,10 +129,6 @@ def _first(op: Any, value: ir.Value, at: int) -> list[ir.Value]:
     shape = [part for i, part in enumerate(value.shape) if i != at]  # type: ignore[arg-type]
     zeros = op.Expand(_int64(op, 0), op.Shape(first))
     return [typed(first, value.dtype, shape), typed(zeros, ir.DataType.INT64, shape)]
-
-
-def _numbers(op: Any, count: Size) -> ir.Value:
-    return typed(op.Range(_int64(op, 0), _int64(op, count), _int64(op, 1)), ir.DataType.INT64, [count if isinstance(count, int) else None])
 
 
 def _int64(op: Any, number: Size) -> ir.Value:

@@ -16,7 +16,7 @@ from ort_backend.lowering.axes import length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.scan import Body, scan
+from ort_backend.lowering.scan import Body, numbers, scan
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
@@ -109,10 +109,8 @@ def _solved(op: Any, matrix: ir.Value, right: ir.Value, *, upper: bool, turned: 
 
 def _places(op: Any, matrix: ir.Value) -> ir.Value:
     """The numbers of the columns, (n, 1)."""
-    n = length(op, matrix, rank(matrix) - 1)
-    zero, one = (constant(op, number, ir.DataType.INT64) for number in (0, 1))
-    numbers = op.Range(zero, constant(op, n, ir.DataType.INT64) if isinstance(n, int) else n, one)
-    return typed(op.Unsqueeze(numbers, int64s(op, [1])), ir.DataType.INT64, [n if isinstance(n, int) else None, 1])
+    row = numbers(op, length(op, matrix, rank(matrix) - 1))
+    return typed(op.Unsqueeze(row, int64s(op, [1])), ir.DataType.INT64, [row.shape[0], 1])  # type: ignore[index]
 
 
 def _turned(op: Any, matrix: ir.Value) -> ir.Value:
