@@ -237,13 +237,19 @@ _LARGE = 1 << 20  # elements
 
 
 def _has_large_fill(model: ir.Model) -> bool:
-    shapes = (node.outputs[0].shape for node in model.graph if node.op_type in ("ConstantOfShape", "Expand"))
-    return any(shape is not None and shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in shapes)
+    return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(model))
 
 
 def _has_empty_fill(model: ir.Model) -> bool:
-    shapes = (node.outputs[0].shape for node in model.graph if node.op_type in ("ConstantOfShape", "Expand"))
-    return any(shape is not None and 0 in shape for shape in shapes)
+    return any(0 in shape for shape in _fills(model))
+
+
+def _fills(model: ir.Model) -> Iterator[ir.Shape]:
+    """The shapes of tensors that repeat a constant."""
+    for node in model.graph:
+        repeats = node.op_type == "Expand" and node.inputs[0] is not None and node.inputs[0].const_value is not None
+        if (repeats or node.op_type == "ConstantOfShape") and node.outputs[0].shape is not None:
+            yield node.outputs[0].shape
 
 
 def _folds_too_much(model: ir.Model) -> bool:
