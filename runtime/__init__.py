@@ -1,7 +1,5 @@
 """ONNX model -> callable over torch tensors. Nothing in this package knows FX graphs."""
 
-import onnxruntime  # noqa: F401 - first, since what it replaces in torch is put back here
-
 from ort_backend.runtime import patches
 
-patches.undo()
+patches.import_onnxruntime()  # before any module of this package does

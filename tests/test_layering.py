@@ -32,6 +32,7 @@ RULES = {
     "ort_backend.errors": Rule(may=BASE),
     "ort_backend.target": Rule(may=BASE),
     "ort_backend.lowering": Rule(may=("ort_backend.lowering", *BASE, "torch", "functorch", "onnxscript", "onnx_ir", "numpy")),
+    "ort_backend.lowering.lean_imports": Rule(may=("onnx", "onnxscript")),
     # A command, which nobody imports.
     "ort_backend.lowering.__main__": Rule(may=("ort_backend.lowering", "ort_backend.runtime", "ort_backend.supported", *BASE, "torch", "rich")),
     "ort_backend.runtime": Rule(may=("ort_backend.runtime", *BASE, "torch", "onnxruntime", "onnx_ir", "numpy"), but_not=("torch.fx",)),
