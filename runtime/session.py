@@ -209,6 +209,8 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     the session is made, and free memory that is torch's.
     DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
     GatherToSliceFusion makes a Slice of a Gather of a Range, and writes the limits on the CUDA device, from which the Slice copies them (1.19.2).
+    SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
+    backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
     GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
     products = (node for node in model.graph if node.op_type == "MatMul")
@@ -223,9 +225,17 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
         harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):
         harmful.append("ConstantFolding")
+    if _reads_statistics(model):
+        harmful.append("SkipLayerNormFusion")
     if _has_activation_behind_yield(model):
         harmful.append("GemmActivationFusion")
     return harmful
+
+
+def _reads_statistics(model: ir.Model) -> bool:
+    """Whether something reads the mean or the deviation that a LayerNormalization has found."""
+    found = [value for node in model.graph if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
+    return any(value.uses() or value.is_graph_output() for value in found)
 
 
 def _has_activation_behind_yield(model: ir.Model) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
+from behaviours.check import call, same_as_eager
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ort_backend.runtime.session import _harmful_optimizers
 
@@ -31,3 +35,21 @@ def _expanded(sizes: list[int], *, constant: bool) -> ir.Model:
 def test_a_repeated_constant_counts_and_a_broadcast_tensor_does_not(size: str, left_out: list[str]) -> None:
     assert _harmful_optimizers(_expanded(SIZES[size], constant=True), "CPUExecutionProvider") == left_out
     assert _harmful_optimizers(_expanded(SIZES[size], constant=False), "CPUExecutionProvider") == []
+
+
+class Checkpointed(nn.Module):
+    """The backward computes the blocks again, so that in the forward only the last normalisation reads the sum in front of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(checkpoint(self.block, x, use_reentrant=False)))
+
+
+def test_a_checkpointed_sum_in_front_of_a_normalisation() -> None:
+    same_as_eager(Checkpointed(), call(torch.randn(2, 4, 8, requires_grad=True)))
