@@ -39,8 +39,9 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
         The number of nodes that the backward computes again.
     """
     graph = module.graph
+    held = _held_by_functions(graph)
     for node in graph.nodes:
-        if "recompute" in node.meta and not _may_run_twice(node):
+        if "recompute" in node.meta and (node in held or not _may_run_twice(node)):
             node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = [node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)]
@@ -50,8 +51,13 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
-    chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node)]
+    chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node) and node not in held]
     return _Copies(graph, forward, chosen).write()
+
+
+def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
+    """What the `ctx` of a user's Function refers to: the very memory that its forward read or wrote, which is there as long as its backward reads it."""
+    return {node for call in graph.find_nodes(op="call_function", target=BACKWARD) for node in call.args[2] if isinstance(node, fx.Node)}
 
 
 def _is_wanted(graph: fx.Graph) -> bool:

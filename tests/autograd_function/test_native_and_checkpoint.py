@@ -76,3 +76,32 @@ def test_checkpointing_around_a_function(reentrant: bool) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     torch.testing.assert_close(_gradient(torch.compile(function, backend="ort_training"), x), _gradient(function, x))
     assert sum(graph.functions for graph in ort_backend.report().graphs[before:]) == 1
+
+
+class Layers(torch.nn.Module):
+    """A Function between linear layers, on a reshaped result: ONNX Runtime has that in the memory of another value."""
+
+    def __init__(self, width: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.before = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(4))
+        self.behind = torch.nn.Linear(width, width)
+        self.checkpointed = checkpointed
+
+    def block(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        squared = Square.apply((layer(x).relu() + 1).flatten(0, 1)).unflatten(0, x.shape[:2])
+        return x + self.behind(squared).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.before:
+            x = checkpoint(self.block, layer, x, use_reentrant=False) if self.checkpointed else self.block(layer, x)
+        return x.mean()
+
+
+@pytest.mark.parametrize(("shape", "checkpointed"), [((2, 3, 4), True), ((2, 256, 256), False)], ids=["checkpointed", "cheap"])
+def test_what_the_ctx_holds_is_not_what_the_backward_computes_again(shape: tuple[int, ...], checkpointed: bool) -> None:
+    """Nor where the tensor is large and cheap to compute, which needs no checkpoint."""
+    model = Layers(shape[-1], checkpointed).double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    expected = _gradient(model, x), [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    torch.testing.assert_close((_gradient(torch.compile(model, backend="ort_training"), x), [one.grad for one in model.parameters()]), expected)
