@@ -4,6 +4,7 @@
     python -m benchmarks.zoo --only gpt2 attention      # by name or by family
     python -m benchmarks.zoo --list
     python -m benchmarks.zoo --json zoo.json
+    python -m benchmarks.zoo --checkpointed --static    # with torch.utils.checkpoint around their blocks
 
 Loss, every gradient, every buffer and the random state must equal eager's from one seed, dropout on. Each workload runs in a process of
 its own, so that one that ends it is counted as broken. The exit status is 1 if any is wrong or broken.
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.zoo_models import WORKLOADS, Workload
+from benchmarks.zoo_models import WORKLOADS, Workload, checkpointed
 from benchmarks.zoo_process import run
 from benchmarks.zoo_step import Call, Result
 
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="names the workloads and ends")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the results, too")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--checkpointed", action="store_true", help="the backward computes the blocks of each model again")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--static", dest="mode", action="store_const", const="static", default="both", help="the first size only")
     which.add_argument("--dynamic", dest="mode", action="store_const", const="dynamic", help="the other sizes only, under dynamic=True")
@@ -162,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for one in workloads:
             console.print(f"{one.name:32} {one.family}", highlight=False)
         return 0
+    if chosen.checkpointed:
+        workloads = [checkpointed.find(one.name + checkpointed.SUFFIX) for one in workloads]
     results = measure(workloads, chosen.mode, chosen.jobs, console, chosen.json)
     console.print(table(results))
     console.print(totals(results))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.zoo_models import WORKLOADS, Workload
+from benchmarks.zoo_models import Workload, checkpointed
 from benchmarks.zoo_step import Result, compare
 
 TIMEOUT = 600.0  # seconds
@@ -87,7 +87,7 @@ def _send(function: Callable[[], Any], connection: Connection) -> None:
 
 def _compare(name: str, mode: str) -> Result:
     torch.set_num_threads(1)
-    return compare(WORKLOADS[name], mode)
+    return compare(checkpointed.find(name), mode)
 
 
 def _short(text: str) -> str:

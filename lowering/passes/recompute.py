@@ -56,7 +56,7 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
 
 
 def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
-    """What the `ctx` of a user's Function refers to: the very memory that its forward read or wrote, which is there as long as its backward reads it."""
+    """What the `ctx` of a user's Function refers to: the very memory that its forward read or wrote, there as long as its backward reads it."""
     return {node for call in graph.find_nodes(op="call_function", target=BACKWARD) for node in call.args[2] if isinstance(node, fx.Node)}
 
 
