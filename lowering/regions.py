@@ -63,11 +63,13 @@ class Schedule:
         steps: In the order in which they run; no two neighbours are of one kind.
         free: Nodes that are in no step: views, sizes and constants, which are computed wherever they are read.
         reasons: Why each node in PyTorch is there, in graph order.
+        whole: The lowering by which it was found out what ONNX Runtime can run, where it can run all of the graph.
     """
 
     steps: tuple[Step, ...]
     free: frozenset[fx.Node]
     reasons: dict[fx.Node, str]
+    whole: GraphLowering | None
 
 
 def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *, strict: bool = False) -> Schedule:
@@ -81,7 +83,8 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
     """
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr") and not is_dropped(node)]
     slow = [] if strict else [node for node in calls if _is_slow(node, target)]
-    reasons = _not_on_ort(graph, calls, target, {**dict.fromkeys(slow, SLOWER), **refused})
+    reasons, trial = _not_on_ort(graph, calls, target, {**dict.fromkeys(slow, SLOWER), **refused})
+    whole = None if reasons else trial
     free = frozenset(node for node in calls if node not in reasons and _is_free(node))
     nodes = [node for node in calls if node not in free]
     needs = {node: _needs(node, free) for node in nodes}
@@ -94,7 +97,7 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
             break
         reasons.update(dict.fromkeys(small, TOO_SMALL))
         steps = _phases(nodes, needs, reasons)
-    return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons})
+    return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons}, whole)
 
 
 def is_value(node: fx.Node) -> bool:
@@ -132,8 +135,10 @@ def between(nodes: Iterable[fx.Node], free: frozenset[fx.Node]) -> list[fx.Node]
 # -- what ONNX Runtime can run
 
 
-def _not_on_ort(graph: fx.Graph, calls: Sequence[fx.Node], target: OrtTarget, refused: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """Why nodes do not run on ONNX Runtime, found by lowering the graph node by node; what cannot be lowered becomes an input."""
+def _not_on_ort(
+    graph: fx.Graph, calls: Sequence[fx.Node], target: OrtTarget, refused: dict[fx.Node, str]
+) -> tuple[dict[fx.Node, str], GraphLowering]:
+    """Why nodes do not run on ONNX Runtime, found by lowering the graph node by node: this lowering. What cannot be lowered becomes an input."""
     trial = GraphLowering(target, "trial", strict=True)
     hidden: set[fx.Node] = set()  # values that ONNX cannot hold
     reasons: dict[fx.Node, str] = {}
@@ -160,7 +165,7 @@ def _not_on_ort(graph: fx.Graph, calls: Sequence[fx.Node], target: OrtTarget, re
             reasons[node] = reason
         if node in reasons:
             enter(node)
-    return reasons
+    return reasons, trial
 
 
 def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str | None:

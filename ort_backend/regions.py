@@ -163,12 +163,24 @@ class _Regions:
     def __init__(self, graph: fx.Graph, plan: Schedule, target: OrtTarget, name: str) -> None:
         self._plan, self._target, self._name = plan, target, name
         read = _read_outside(graph, plan)
+        self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.of_step: dict[int, _Region] = {}
         for i, step in enumerate(plan.steps):
             if step.on_ort:
                 self.of_step[i] = self._lower(step, [node for node in step.nodes if node in read[i]], f"{name}_{len(self.of_step)}")
 
     def _lower(self, step: Step, results: Sequence[fx.Node], name: str) -> _Region:
+        if (lowering := self._plan.whole) is not None:
+            inputs = self._placeholders
+            lowering.graph.name = name
+        else:
+            lowering, inputs = self._lower_again(step, name)
+        outputs, fetched = add_outputs(lowering, results, inputs)
+        lowered = lowering.finish()
+        return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
+
+    def _lower_again(self, step: Step, name: str) -> tuple[GraphLowering, list[fx.Node]]:
+        """One region of several by itself, and what it takes: in the lowering of the whole graph it cannot be told which nodes are its own."""
         inside = set(step.nodes)
         inputs = [node for node in frontier([s for n in step.nodes for s in n.all_input_nodes], self._plan.free) if node not in inside]
         lowering = GraphLowering(self._target, name, strict=True)
@@ -185,9 +197,7 @@ class _Regions:
                 raise _Refused(node, refusal.reason) from None
             except LoweringError as refusal:
                 raise _Refused(node, str(refusal).split("\n")[0]) from None
-        outputs, fetched = add_outputs(lowering, results, inputs)
-        lowered = lowering.finish()
-        return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
+        return lowering, inputs
 
 
 def _drop_unused_inputs(graph: ir.Graph, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

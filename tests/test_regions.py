@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import compiler, regions
+from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.regions import LEAST_NODES, SLOWER, Schedule, frontier, schedule
 from ort_backend.runtime import capabilities
 from ort_backend.target import OrtTarget
@@ -73,6 +74,16 @@ def test_a_graph_that_onnx_runtime_runs_whole_has_a_session_for_each_direction()
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 4))
     (graph,) = same_as_eager(model, call(X), graphs=1).graphs
     assert (graph.kind, graph.sessions, graph.outside) == ("training", 2, ())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_that_onnx_runtime_runs_whole_is_lowered_once(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+    lowered: list[fx.Node] = []
+    lower = GraphLowering._lower
+    monkeypatch.setattr(GraphLowering, "_lower", lambda self, node: (lowered.append(node), lower(self, node))[1])
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+    (graph,) = same_as_eager(model, call(X), graphs=1, dynamic=dynamic).graphs
+    assert graph.sessions == 2 and lowered and len(set(lowered)) == len(lowered)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
