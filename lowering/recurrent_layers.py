@@ -1,7 +1,9 @@
-"""`aten::lstm`, `gru`, `rnn_tanh` and `rnn_relu`, traced as one operator for each layer and direction.
+"""`aten::lstm`, `gru`, `rnn_tanh` and `rnn_relu`, traced as one operator for each layer and direction, and cells, traced as plain operators.
 
 The walk over layers and directions is eager PyTorch's, and dropout is drawn between the layers as eager draws it, which PyTorch's own Python
 decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTMs with projections keep that decomposition.
+
+On CUDA, PyTorch takes a cell apart into operators that only CUDA has, of which a GRU's has no shape function (torch 2.13).
 """
 
 from __future__ import annotations
@@ -42,24 +44,27 @@ def whole_recurrent_layers(*, onednn: bool) -> Iterator[None]:
         for target, kernel in _kernels(onednn=onednn).items():
             for key in _ABOVE_TRACER:
                 stack.enter_context(replaced_kernel(target, key, kernel))
+        for target, kernel in _CELLS.items():
+            stack.enter_context(replaced_kernel(target, DispatchKey.CompositeImplicitAutograd, kernel))
         yield
 
 
 def keep_whole_in_dynamo(is_our_compile: Callable[[], bool]) -> None:
-    """Makes Dynamo, while it traces for us, learn the shapes of a recurrent layer from the whole layer.
+    """Makes Dynamo, while it traces for us, learn the shapes of a recurrent layer from the whole layer, and those of a cell from its operators.
 
-    PyTorch's decomposition walks over the steps, so that a symbolic length becomes a number there (read in torch 2.13).
+    PyTorch's decomposition of a layer walks over the steps, so that a symbolic length becomes a number there (read in torch 2.13).
     """
-    for target, kernel in _kernels(onednn=False).items():
-        for key in _ABOVE_TRACER:
-            before = target.py_kernels.get(key)
-            if before is not None:
-                target.py_kernels[key] = functools.partial(_either, is_our_compile, kernel, before)
-                target._dispatch_cache.clear()
+    composite = DispatchKey.CompositeImplicitAutograd
+    found = [(target, key, kernel, target.py_kernels.get(key)) for target, kernel in _kernels(onednn=False).items() for key in _ABOVE_TRACER]
+    found += [(target, composite, kernel, functools.partial(target._op_dk, composite)) for target, kernel in _CELLS.items()]
+    for target, key, kernel, before in found:
+        if before is not None:
+            target.py_kernels[key] = functools.partial(_either, is_our_compile, kernel, before)
+            target._dispatch_cache.clear()
 
 
-def _either(is_our_compile: Callable[[], bool], ours: Callable[..., Any], theirs: Any, *args: Any) -> Any:
-    return (ours if is_our_compile() else theirs)(*args)
+def _either(is_our_compile: Callable[[], bool], ours: Callable[..., Any], theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    return (ours if is_our_compile() else theirs)(*args, **kwargs)
 
 
 def _kernels(*, onednn: bool) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
@@ -157,3 +162,25 @@ def _finals(reverse: bool, *states: Tensor) -> list[Tensor]:
 
 def _sum(biases: Sequence[Tensor]) -> Tensor | None:
     return biases[0] + biases[1] if biases else None
+
+
+# Cells: (B, I) and states (B, H) -> states, in the order of operations of PyTorch's kernels for the CPU.
+
+
+def _lstm_cell(
+    input: Tensor, hx: Sequence[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    hidden, cell = hx
+    i, f, g, o = (linear(hidden, w_hh, b_hh) + linear(input, w_ih, b_ih)).chunk(4, 1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def _gru_cell(input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None) -> Tensor:
+    r, z, n = linear(input, w_ih, b_ih).chunk(3, 1)
+    hidden_r, hidden_z, hidden_n = linear(hx, w_hh, b_hh).chunk(3, 1)
+    new = (n + hidden_n * (hidden_r + r).sigmoid()).tanh()
+    return (hx - new) * (hidden_z + z).sigmoid() + new
+
+
+_CELLS: dict[torch._ops.OpOverload, Callable[..., Any]] = {aten.lstm_cell.default: _lstm_cell, aten.gru_cell.default: _gru_cell}
