@@ -6,11 +6,21 @@
     python tools/gpu_check.py --inductor-python python3   # measures inductor with another interpreter: one that has Triton
     . kit/env.sh && tpy tools/gpu_check.py --behind python3 --inductor-python python3   # packages that `tpy` lacks are python3's
 
-On a machine that is lent for minutes and stops a command after ten, three calls, each of which goes on where the files in OUT end:
+On a machine that is lent for minutes, stops a command after ten and takes 64 MiB at a time, with the kits of ../shared/gpu-kit (its README) in W.
+Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; `regex` is what transformers needs compiled for tpy's Python):
 
-    python tools/gpu_check.py --out OUT --budget 560 --resume --stages smoke tests suite
-    python tools/gpu_check.py --out OUT --budget 560 --resume --stages suite
-    python tools/gpu_check.py --out OUT --budget 560 --resume --stages bench --bench=--no-compile
+    python3 ../shared/gpu-kit/stage.py W/train119 . all && python3 ../shared/gpu-kit/stage.py W/gpu131 . all --as .ortkit131
+    pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex
+
+Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/OUT end:
+
+    carry .ortkit:    python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
+                      . ~/kit/train119/env.sh; tpy ~/kit/train119/smoke.py 2>&1 | tee $OUT/kit.txt
+                      G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
+                      $G --budget 450 --stages smoke tests suite; cp ~/train119/* $OUT
+    nothing:          . ~/kit/train119/env.sh; G=...; $G --budget 250 --stages suite; $G --budget 280 --stages bench --bench=--no-compile; cp ...
+    carry .ortkit131: python3 .ortkit131/unpack.py .ortkit131 ~/kit; . ~/kit/gpu131/env.sh; python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit.txt
+                      python3 tools/gpu_check.py --out ~/gpu131 --budget 450 --stages smoke tests bench --bench=--no-compile; cp ~/gpu131/* $OUT
 
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
@@ -45,13 +55,14 @@ from pathlib import Path
 from typing import Any
 
 from gpu_report import markdown
-from recorded import outcomes
+from outcomes import outcomes
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
 _LEAST = 5.0  # seconds: with less, nothing is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
+_BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
 # torch.testing._internal, where the operators' database is, derives from its TestCase.
 _EXPECTTEST = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
@@ -107,16 +118,19 @@ def environment(behind: str | None) -> dict[str, str]:
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ort-training\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[torch_dynamo_backends]\nort_training = ort_backend.compiler:ort_training\n")
-    if importlib.util.find_spec("expecttest") is None and not any((Path(folder) / "expecttest").exists() for folder in last):
+    if importlib.util.find_spec("expecttest") is None and not any((folder / "expecttest").exists() for folder in last):
         (site / "expecttest.py").write_text(_EXPECTTEST)
     before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     paths = [ROOT, ROOT / "tests", ROOT / "tools", site, *before, *last]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def _packages(python: str) -> str:
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    return subprocess.run(command, env=_own(dict(os.environ)), capture_output=True, text=True, check=True).stdout.strip()
+def _packages(python: str) -> Path:
+    """A folder with what the stages need of another interpreter's packages."""
+    folder = SCRATCH / "behind"
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python, str(ROOT / "tools" / "behind.py"), str(folder), *_BEHIND], env=_own(dict(os.environ)), check=True)
+    return folder
 
 
 def _own(environment: dict[str, str]) -> dict[str, str]:

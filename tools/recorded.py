@@ -14,28 +14,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from device_health import device_works
+from outcomes import outcomes
 
 LIMIT = 120.0  # seconds
 _TEXT = 2500  # characters of a failure
 _WORKER = "PYTEST_XDIST_WORKER"
-
-
-def outcomes(file: Path) -> dict[str, dict[str, Any]]:
-    """By test; where there are several (a test that passed, and whose worker then died), the failure."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            one = json.loads(line)
-        except json.JSONDecodeError:  # the last line, of a process that was killed
-            continue
-        known = found.get(one["test"])
-        if known is None or known["outcome"] != "failed":
-            found[one["test"]] = one
-    return found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
