@@ -53,10 +53,22 @@ def test_what_is_worked_out_from_symbolic_sizes_is_not_copied(over_stand_in: Run
     code = f"""
 import dataclasses, json
 from tools.cuda_placement.placement import place
-print(json.dumps(dataclasses.asdict(place({name!r}, dynamic=True))))
+print(json.dumps(dataclasses.asdict(place({name!r}, sizes="symbolic"))))
 """
     placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
     assert placed["graphs"] == 1 and placed["cuda"] > 10
     assert placed["copies"] == 0, placed["names"]
     assert set(placed["cpu"]) <= ARITHMETIC, placed["names"]
     assert set(placed["python"]) == python
+
+
+def test_sizes_that_change_from_batch_to_batch_are_symbolic(over_stand_in: Run) -> None:
+    """Of Swin's windows with every size symbolic, PyTorch's own reasoning takes over ten minutes."""
+    code = """
+import dataclasses, json
+from tools.cuda_placement.placement import place
+print(json.dumps(dataclasses.asdict(place("swin", sizes="changing"))))
+"""
+    placed = json.loads(over_stand_in(code).stdout.splitlines()[-1])
+    assert placed["graphs"] == 1 and placed["cuda"] > 100
+    assert placed["copies"] == 0 and set(placed["cpu"]) <= ARITHMETIC, placed["names"]

@@ -2,7 +2,8 @@
 
     python -m tools.cuda_placement                        # every workload, with fixed sizes and with symbolic ones
     python -m tools.cuda_placement --only gpt2 resnet     # by name or by family
-    python -m tools.cuda_placement --static --names       # fixed sizes only; names of the nodes as well
+    python -m tools.cuda_placement --sizes fixed --names  # fixed sizes only; names of the nodes as well
+    python -m tools.cuda_placement --sizes changing --only swin   # symbolic where they change from batch to batch: all would take PyTorch too long
     python -m tools.cuda_placement --json FILE --resume   # goes on where an earlier run was stopped
 
 Needs the stand-in CUDA libraries (`libraries.py`). Shows placement, never values: nothing runs on a GPU. The exit status is 1 if a session copies
@@ -26,21 +27,21 @@ from rich.table import Table
 
 from benchmarks.zoo import choose
 from tools.cuda_placement import libraries
-from tools.cuda_placement.placement import Placed, place
+from tools.cuda_placement.placement import SIZES, Placed, place
 
 _MARK = "ORT_PLACEMENT_CHILD"
 _LIMIT = 600  # seconds for a workload
 _PRELOAD = ["tools.cuda_placement.placement", "onnxruntime", "transformers", "ort_backend.compiler"]
 
 
-def placements(names: Sequence[str], dynamic: bool) -> Iterator[Placed]:
+def placements(names: Sequence[str], sizes: str) -> Iterator[Placed]:
     """Places workloads one after the other, each in a process of its own. To be called in a process with `libraries.environment()`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     for name in names:
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
             try:
-                yield pool.submit(place, name, dynamic=dynamic).result(timeout=_LIMIT)
+                yield pool.submit(place, name, sizes=sizes).result(timeout=_LIMIT)
             except TimeoutError:
                 for process in pool._processes.values():  # the pool's end waits for it (3.14: kill_workers)
                     process.kill()
@@ -70,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the placements, too")
     parser.add_argument("--resume", action="store_true", help="takes over what the JSON file has")
     parser.add_argument("--names", action="store_true", help="prints the names of nodes on the CPU and of copies")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--static", dest="modes", action="store_const", const=(False,), default=(False, True), help="fixed sizes only")
-    which.add_argument("--dynamic", dest="modes", action="store_const", const=(True,), help="symbolic sizes only")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["fixed", "symbolic"], help="default: fixed symbolic")
     chosen = parser.parse_args(arguments)
     names = [one.name for one in choose(chosen.only)]
     if os.environ.get(_MARK) is None:  # the libraries must be there when the process starts
@@ -84,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=200)
     progress = Console(stderr=True, width=200)
     found = _before(chosen.json) if chosen.resume else {}
-    for dynamic in chosen.modes:
-        title = "symbolic sizes" if dynamic else "fixed sizes"
+    for sizes in chosen.sizes:
+        title = f"{sizes} sizes"
         results = found.setdefault(title, [])
         done = {one.name for one in results}
-        for one in placements([name for name in names if name not in done], dynamic):
+        for one in placements([name for name in names if name not in done], sizes):
             results.append(one)
             progress.print(f"{title}: {one.name} {_finding(one)} {one.cpu or ''}", highlight=False, markup=False)
             if chosen.names:

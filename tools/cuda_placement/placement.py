@@ -20,6 +20,9 @@ from benchmarks.zoo_step import missing
 from ort_backend.lowering.passes.host_values import ARITHMETIC
 from tools.cuda_placement.capture import as_on_cuda
 
+# Of a workload's inputs: as they are; all symbolic; symbolic where they change from batch to batch.
+SIZES = ("fixed", "symbolic", "changing")
+
 _LINE = re.compile(r"VerifyEachNodeIsAssignedToAnEp\]\s+(.*)")
 _PROVIDER = re.compile(r"(?:All nodes|Node\(s\)) placed on \[(\w+)\]\. Number of nodes: (\d+)")
 _NODE = re.compile(r"(\w+) \((.*)\)$")
@@ -55,10 +58,14 @@ class Placed:
         return {operator: count for operator, count in self.cpu.items() if operator not in ARITHMETIC}
 
 
-def place(name: str, *, dynamic: bool = False) -> Placed:
-    """Compiles a workload's training step for CUDA, with fixed sizes or with symbolic ones, and reads where its nodes are.
+def place(name: str, *, sizes: str = "fixed") -> Placed:
+    """Compiles a workload's training step for CUDA and reads where its nodes are.
 
     To be called in a process of its own with `libraries.environment()`.
+
+    Args:
+        name: The workload's.
+        sizes: One of `SIZES`.
     """
     workload = WORKLOADS[name]
     if package := missing(workload):
@@ -70,12 +77,22 @@ def place(name: str, *, dynamic: bool = False) -> Placed:
     settings = torch._dynamo.config.patch(**workload.dynamo) if workload.dynamo else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, settings, as_on_cuda():
         log = Path(folder) / "log"
-        compiled = torch.compile(model, backend="ort_training", options=options, dynamic=True if dynamic else None)
-        inputs = batch(*workload.sizes[1 if dynamic else 0])
+        compiled = torch.compile(model, backend="ort_training", options=options, dynamic=True if sizes == "symbolic" else None)
+        inputs = batch(*workload.sizes[0 if sizes == "fixed" else 1])
+        if sizes == "changing":
+            _mark_changing(inputs, batch(*workload.sizes[0]))
         with _stderr_to(log), torch.autocast("cpu", workload.autocast) if workload.autocast else contextlib.nullcontext():
             compiled(**inputs)
         text = log.read_text(errors="replace")
     return _read(name, text)
+
+
+def _mark_changing(inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """Makes the sizes symbolic in which two batches differ: what Dynamo does when it compiles again."""
+    for key, tensor in inputs.items():
+        for d, size in enumerate(tensor.shape):
+            if size != others[key].shape[d]:
+                torch._dynamo.maybe_mark_dynamic(tensor, d)
 
 
 def _read(name: str, log: str) -> Placed:
