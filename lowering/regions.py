@@ -63,13 +63,13 @@ class Schedule:
         steps: In the order in which they run; no two neighbours are of one kind.
         free: Nodes that are in no step: views, sizes and constants, which are computed wherever they are read.
         reasons: Why each node in PyTorch is there, in graph order.
-        whole: The lowering by which it was found out what ONNX Runtime can run, where it can run all of the graph.
+        trial: The lowering by which it was found out what ONNX Runtime can run, if that is one session.
     """
 
     steps: tuple[Step, ...]
     free: frozenset[fx.Node]
     reasons: dict[fx.Node, str]
-    whole: GraphLowering | None
+    trial: GraphLowering | None
 
 
 def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *, strict: bool = False) -> Schedule:
@@ -84,7 +84,6 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr") and not is_dropped(node)]
     slow = [] if strict else [node for node in calls if _is_slow(node, target)]
     reasons, trial = _not_on_ort(graph, calls, target, {**dict.fromkeys(slow, SLOWER), **refused})
-    whole = None if reasons else trial
     free = frozenset(node for node in calls if node not in reasons and _is_free(node))
     nodes = [node for node in calls if node not in free]
     needs = {node: _needs(node, free) for node in nodes}
@@ -97,7 +96,8 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
             break
         reasons.update(dict.fromkeys(small, TOO_SMALL))
         steps = _phases(nodes, needs, reasons)
-    return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons}, whole)
+    is_one = sum(step.on_ort for step in steps) == 1 and TOO_SMALL not in reasons.values()
+    return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons}, trial if is_one else None)
 
 
 def is_value(node: fx.Node) -> bool:

@@ -161,26 +161,25 @@ class _Regions:
     """The regions of a graph, each lowered by itself."""
 
     def __init__(self, graph: fx.Graph, plan: Schedule, target: OrtTarget, name: str) -> None:
-        self._plan, self._target, self._name = plan, target, name
+        self._graph, self._plan, self._target = graph, plan, target
         read = _read_outside(graph, plan)
-        self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.of_step: dict[int, _Region] = {}
         for i, step in enumerate(plan.steps):
             if step.on_ort:
-                self.of_step[i] = self._lower(step, [node for node in step.nodes if node in read[i]], f"{name}_{len(self.of_step)}")
+                self.of_step[i] = self._lower(i, [node for node in step.nodes if node in read[i]], f"{name}_{len(self.of_step)}")
 
-    def _lower(self, step: Step, results: Sequence[fx.Node], name: str) -> _Region:
-        if (lowering := self._plan.whole) is not None:
-            inputs = self._placeholders
-            lowering.graph.name = name
-        else:
-            lowering, inputs = self._lower_again(step, name)
-        outputs, fetched = add_outputs(lowering, results, inputs)
-        lowered = lowering.finish()
-        return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
+    def _lower(self, place: int, results: Sequence[fx.Node], name: str) -> _Region:
+        if (trial := self._plan.trial) is not None:
+            there = {node for step in self._plan.steps[:place] for node in step.nodes}
+            trial.graph.name = name
+            region = _region(trial, list(self._graph.nodes), results)
+            # A size may have been read off a tensor that has it, and that PyTorch computes behind the session.
+            if all(node in there or node.op == "placeholder" for node in region.inputs):
+                return region
+        return _region(*self._lower_alone(self._plan.steps[place], name), results)
 
-    def _lower_again(self, step: Step, name: str) -> tuple[GraphLowering, list[fx.Node]]:
-        """One region of several by itself, and what it takes: in the lowering of the whole graph it cannot be told which nodes are its own."""
+    def _lower_alone(self, step: Step, name: str) -> tuple[GraphLowering, list[fx.Node]]:
+        """A region by itself, and what it takes: in the lowering of a graph with several it cannot be told which nodes are whose."""
         inside = set(step.nodes)
         inputs = [node for node in frontier([s for n in step.nodes for s in n.all_input_nodes], self._plan.free) if node not in inside]
         lowering = GraphLowering(self._target, name, strict=True)
@@ -198,6 +197,12 @@ class _Regions:
             except LoweringError as refusal:
                 raise _Refused(node, str(refusal).split("\n")[0]) from None
         return lowering, inputs
+
+
+def _region(lowering: GraphLowering, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> _Region:
+    outputs, fetched = add_outputs(lowering, results, ())
+    lowered = lowering.finish()
+    return _Region(lowered, _drop_unused_inputs(lowered.model.graph, inputs), outputs, tuple(results), tuple(fetched))
 
 
 def _drop_unused_inputs(graph: ir.Graph, nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:

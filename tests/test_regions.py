@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import logging
-import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +13,15 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from torch import fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import compiler, regions
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.regions import LEAST_NODES, SLOWER, Schedule, frontier, schedule
+from ort_backend.lowering.regions import SLOWER
 from ort_backend.runtime import capabilities
 from ort_backend.target import OrtTarget
 
@@ -46,6 +47,13 @@ def twist(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("regions::untwist", mutates_args=())
 def untwist(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return 2 * x.cos() * gradient
+
+
+class Twist(nn.Module):
+    """What has no lowering."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twist(x)
 
 
 RESULTS: list[Any] = []
@@ -77,13 +85,34 @@ def test_a_graph_that_onnx_runtime_runs_whole_has_a_session_for_each_direction()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_graph_that_onnx_runtime_runs_whole_is_lowered_once(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
+@pytest.mark.parametrize("twisted", ["nothing", "input", "result"])
+def test_what_one_session_runs_is_lowered_once(monkeypatch: pytest.MonkeyPatch, twisted: str, dynamic: bool) -> None:
     lowered: list[fx.Node] = []
     lower = GraphLowering._lower
     monkeypatch.setattr(GraphLowering, "_lower", lambda self, node: (lowered.append(node), lower(self, node))[1])
     model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
-    (graph,) = same_as_eager(model, call(X), graphs=1, dynamic=dynamic).graphs
+    if twisted != "nothing":
+        model.insert(0 if twisted == "input" else len(model), Twist())
+    (graph,) = same_as_eager(model, call(X), graphs=1, dynamic=dynamic, python_ops=[] if twisted == "nothing" else OPERATORS).graphs
     assert graph.sessions == 2 and lowered and len(set(lowered)) == len(lowered)
+
+
+def test_a_session_reads_no_size_off_what_pytorch_computes_behind_it() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(5, 7), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2), source=ConstantSource("x"))
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    late = graph.call_function(torch.ops.regions.twist.default, (given,))
+    stride = graph.call_function(aten.sym_stride.int, (given, 0))
+    value = graph.call_function(aten.mul.Tensor, (given, stride))
+    product = graph.call_function(aten.mm.default, (value, graph.call_function(aten.t.default, (value,))))
+    graph.output((late, product))
+    with mode:
+        for node, fake in zip(graph.nodes, (x, torch.empty_like(x), x.stride(0), x * x.stride(0), x.t(), x @ x.t())):
+            node.meta["val"] = fake
+    module = fx.GraphModule({}, graph)
+    (region,) = regions.lower(module, OrtTarget(contrib_ops=frozenset()), strict=False, name="graph").regions
+    assert [value.name for value in region.model.graph.inputs] == ["x"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -126,71 +155,7 @@ def test_branches_share_sessions() -> None:
     assert graph.sessions == 2 and graph.outside[0].count == 4
 
 
-# -- the schedule
-
-
-def _random_graph(seed: int) -> tuple[fx.Graph, dict[fx.Node, str]]:
-    """Sums and views of what came before, and which of them are to run in PyTorch."""
-    choose = random.Random(seed)
-    graph, refused_nodes = fx.Graph(), {}
-    values = [graph.placeholder("x")]
-    for _ in range(40):
-        kind = choose.choice([aten.add.Tensor, aten.mm.default, aten.t.default])
-        count = 1 if kind is aten.t.default else 2
-        values.append(graph.call_function(kind, tuple(choose.choice(values[-6:]) for _ in range(count))))
-        if kind is not aten.t.default and choose.random() < 0.3:
-            refused_nodes[values[-1]] = "chance"
-    for node in values:
-        node.meta["val"] = torch.empty(3, 3, device="meta")
-    graph.output((values[-1],))
-    graph.eliminate_dead_code()
-    return graph, {node: reason for node, reason in refused_nodes.items() if node in set(graph.nodes)}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_step_has_what_it_needs(seed: int) -> None:
-    graph, refused_nodes = _random_graph(seed)
-    plan = schedule(graph, OrtTarget(contrib_ops=frozenset()), refused_nodes)
-    done: set[fx.Node] = {node for node in graph.nodes if node.op == "placeholder"}
-    for step in plan.steps:
-        for node in step.nodes:
-            assert step.on_ort == (node not in plan.reasons)
-            done.add(node) if set(frontier(node.all_input_nodes, plan.free)) <= done else pytest.fail(f"{node} runs too early")
-    computed = {node for node in graph.nodes if node.op == "call_function"}
-    assert computed == {node for step in plan.steps for node in step.nodes} | plan.free
-    assert all(one.on_ort != other.on_ort for one, other in itertools.pairwise(plan.steps))
-    assert len(plan.steps) <= _changes(graph, plan) + 2
-    assert all(reason == "chance" or node not in refused_nodes for node, reason in plan.reasons.items())
-
-
-def _changes(graph: fx.Graph, plan: Schedule) -> int:
-    """The most changes between ONNX Runtime and PyTorch on any path through the graph: no schedule has fewer steps than one more."""
-    longest: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node not in plan.free:
-            before = [one for one in frontier(node.all_input_nodes, plan.free) if one.op != "placeholder"]
-            longest[node] = max((longest[one] + ((one in plan.reasons) != (node in plan.reasons)) for one in before), default=0)
-    return max(longest.values(), default=0)
-
-
-def test_small_regions_are_those_without_a_product() -> None:
-    def steps(operators: list[Any]) -> list[tuple[bool, int]]:
-        graph = fx.Graph()
-        value = x = graph.placeholder("x")
-        for operator in operators:
-            value = graph.call_function(operator, (value, x))
-        graph.output((value,))
-        for node in graph.nodes:
-            node.meta["val"] = torch.empty(3, 3, device="meta")
-        middle = [node for node in graph.nodes if node.target is aten.atan2.default]
-        plan = schedule(graph, OrtTarget(contrib_ops=frozenset()), dict.fromkeys(middle, "chance"))
-        return [(step.on_ort, len(step.nodes)) for step in plan.steps]
-
-    few, enough = [aten.add.Tensor] * (LEAST_NODES - 1), [aten.add.Tensor] * LEAST_NODES
-    assert steps([*few, aten.atan2.default]) == [(False, LEAST_NODES)]
-    assert steps([*enough, aten.atan2.default]) == [(True, LEAST_NODES), (False, 1)]
-    assert steps([aten.mm.default, aten.atan2.default, *few]) == [(True, 1), (False, LEAST_NODES)]
-    assert steps(few) == [(True, LEAST_NODES - 1)], "what ONNX Runtime runs whole is never too small"
+# -- what PyTorch is faster at
 
 
 @pytest.mark.parametrize("strict", [True, False])
