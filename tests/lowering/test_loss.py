@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import randint, randn
 from torch.nn import functional as F
-from torch_version import SYMBOLIC_PROBABILITIES, TORCH
+from torch_version import MORE_IS_SYMBOLIC, TORCH
 
 aten = torch.ops.aten
 reductions = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
@@ -115,5 +115,5 @@ def test_losses_that_are_decomposed(check: Callable, loss: Callable) -> None:
         out, pull = torch.func.vjp(lambda x: loss(x, y), x)
         return out, *pull(torch.ones_like(out))
 
-    is_symbolic = loss is not _of_probabilities or TORCH >= SYMBOLIC_PROBABILITIES
+    is_symbolic = loss is not _of_probabilities or TORCH >= MORE_IS_SYMBOLIC
     check(both, randn(4, 5), torch.rand(4, 5), also=(randn(3, 5), torch.rand(3, 5)) if is_symbolic else None)
