@@ -84,7 +84,7 @@ def test_a_backend_in_a_partial() -> None:
     assert ort_backend.report().graphs[before].functions == 1
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="Dynamo's traced form is another, and left to Dynamo: 2.9 and 2.11 have the hook")
+@pytest.mark.skipif(TORCH < (2, 11), reason="Dynamo's traced form is another, and left to Dynamo: 2.9 has the hook")
 def test_without_a_hook_the_traced_bodies_become_opaque(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     dynamo_hook.uninstall()
     monkeypatch.setattr(compiler, "HAS_HOOK", False)
