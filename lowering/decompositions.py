@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 
-from ort_backend.lowering import registry
+from ort_backend.lowering import older_torch, registry
 from ort_backend.lowering.recurrent_layers import whole_recurrent_layers
 
 aten = torch.ops.aten
@@ -45,7 +45,8 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     Nothing random is decomposed: the draws of a step must stay PyTorch's own, in the order of the program.
     """
     whole = {*registry.registered(), *_WHOLE}
-    return {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
+    taken_apart = {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
+    return {**taken_apart, **older_torch.decompositions()}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from ort_backend.environment import OLDEST
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
 LIMIT = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"  # of torch._dynamo.config; until 2.5
 GUARDS_PARAMETERS = (2, 12)  # Dynamo compiles again when a parameter of a library module is frozen; 2.11 does not
-# Before it, backend="eager" as well compiles again for each batch size of a cross entropy of probabilities, and for the parity of what is pooled.
+# Before it, backend="eager" as well compiles again for each batch size of a cross entropy of probabilities, and for some sizes of what is pooled.
 MORE_IS_SYMBOLIC = (2, 13)
 DOUBLE_LOGSUMEXP = (2, 13)  # before it, traced graphs say float32 of the log-sum-exp of float64 attention; PyTorch's kernel gives float64
 NEEDS_BACKEND = pytest.mark.skipif(OLDEST["torch"] > TORCH, reason=f"this torch is for guards alone: the backend needs {OLDEST['torch']}")
