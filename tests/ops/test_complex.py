@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.trained import check_training, needs_grad
 from torch import nn
+from torch_version import TORCH
 
 import ort_backend
 
@@ -143,7 +144,8 @@ def test_an_argument_with_a_pending_conjugation() -> None:
 
 
 def test_beside_an_operator_that_stays_with_pytorch() -> None:
-    check_training(lambda z: (z * 2).cumprod(0).conj() * z, _complex(3, 4), outside=["aten::cumprod"])
+    product = ["aten::prod.dim_int"] if TORCH < (2, 12) else []  # in that torch's formula of the gradient
+    check_training(lambda z: (z * 2).cumprod(0).conj() * z, _complex(3, 4), outside=["aten::cumprod", *product])
 
 
 def test_within_a_checkpoint() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ops.trained import check_training, needs_grad
+from torch_version import TORCH
 
 import ort_backend
 
@@ -136,4 +137,5 @@ def test_loss_on_spectrograms() -> None:
         mine, theirs = (torch.stft(one, 32, 8, window=window, return_complex=True).abs() for one in (x, y))
         return (mine - theirs).square().mean() + (mine.clamp(min=1e-3).log() - theirs.clamp(min=1e-3).log()).abs().mean()
 
-    check_training(loss, needs_grad(2, 256), torch.randn(2, 256))
+    outside = ["aten::hann_window"] if TORCH < (2, 12) else []  # which that torch does not decompose
+    check_training(loss, needs_grad(2, 256), torch.randn(2, 256), outside=outside)
