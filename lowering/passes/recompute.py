@@ -103,6 +103,7 @@ class _Copies:
         self._graph = graph
         self._order = {node: i for i, node in enumerate(graph.nodes)}
         self._tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+        self._last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
         calls = [node for node in graph.nodes if node.op == "call_function"]
         self._reached = descendants(calls, self._tangents)
         self._readers = [node for node in calls if node not in forward and node not in set(chosen)]
@@ -161,7 +162,9 @@ class _Copies:
 
     def _behind(self, x: fx.Node, gradient: fx.Node) -> fx.Node:
         if (x, gradient) not in self._delayed:
-            made = self._graph.call_function(BEHIND, (x, gradient))
+            # As early as it can stand: copies in front of several readers may share it.
+            with self._graph.inserting_after(max(x, gradient, self._last_placeholder)):
+                made = self._graph.call_function(BEHIND, (x, gradient))
             made.meta = {key: x.meta[key] for key in ("val", "stack_trace") if key in x.meta}
             self._delayed[x, gradient] = made
         return self._delayed[x, gradient]
