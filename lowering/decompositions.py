@@ -1,7 +1,7 @@
 """The decomposition table that AOTAutograd gets: core + added - kept whole.
 
 `core_aten_decompositions()` as it is gives silently wrong gradients for attention on CPU and twice the backward kernels. Rule here:
-what has a lowering of ours stays whole, so that writing one is all it takes to keep an operator whole.
+what has a lowering of ours stays whole, so that writing one is all it takes to keep an operator whole (`older_torch.py` has what is put right first).
 
 Whatever the table, AOTAutograd takes apart what has a Python kernel for CompositeImplicitAutograd: `upsample_*` (into gathers), `lstm`, `gru`,
 `matmul`, `one_hot`, `dropout` (into `native_dropout`), `hardshrink`, ... (read in torch 2.13).

@@ -1,6 +1,6 @@
 """Where Dynamo meets `Fn.apply(...)` in a compile of ours, the Function becomes one opaque call, whatever its Python does.
 
-Everything that reaches into Dynamo for that is in this file (run with torch 2.9.1, 2.11.0, 2.13.0 and 2.15.0, the same in all unless a
+Everything that reaches into Dynamo for that is in this file (run with torch 2.11.0, 2.12.0, 2.13.0 and 2.15.0, the same in all unless a
 line says otherwise): `AutogradFunctionVariable.call_apply` is replaced by a function that acts for our backend only and hands every
 other compile, and every call that it cannot take, to the original.
 """
@@ -148,7 +148,7 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
 
 def _positional(variable: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:
     """All arguments by position, None where Dynamo does not say."""
-    resolve = getattr(variable, "_resolve_kwargs", None)  # 2.11 has none: there `apply` takes no keywords
+    resolve = getattr(variable, "_resolve_kwargs", None)  # there since 2.13: before, `apply` takes no keywords
     if resolve is None:
         return None
     if "is_setup_ctx_defined" not in inspect.signature(resolve).parameters:  # 2.13
@@ -170,8 +170,7 @@ def _break(site: Site, reason: str) -> None:
     from torch._dynamo import exc
 
     warnings.warn(reason, stacklevel=2)
-    graph_break: Any = getattr(exc, "unimplemented_v2", exc.unimplemented)  # its name in 2.9
-    graph_break(
+    exc.unimplemented(
         gb_type="autograd.Function of unknown results",
         context=site.name,
         explanation=reason,

@@ -1,6 +1,6 @@
 """Runs the tests under other versions of torch, each in a virtual environment of its own, and prints what passed.
 
-    python tools/torch_versions.py 2.9.1 2.15.0 --tests tests/guards
+    python tools/torch_versions.py 2.11.0 2.15.0 --tests tests/guards
 
 An environment gets that torch, and of everything else what constraints.txt pins. It takes minutes to install and some gigabytes, and is deleted
 after its run unless `--keep` says where it stays for the next one. What pytest prints goes to out/torch_versions.

@@ -268,7 +268,7 @@ def test_hooks_on_outputs() -> None:
         return y * 3
 
     graphs = same_as_eager(model, (3,))
-    assert [graph.functions for graph in graphs] == ([1] if TORCH >= (2, 11) else [1, 0])  # in 2.9 Dynamo breaks the graph at a hook
+    assert [graph.functions for graph in graphs] == [1]
 
 
 def test_one_tensor_in_two_functions_and_classes_of_one_name() -> None:

@@ -13,7 +13,6 @@ from autograd_function.harness import leaves, same_as_eager
 from behaviours.check import single_session
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch.autograd import Function
-from torch_version import TORCH
 
 import ort_backend
 from ort_backend import compiler
@@ -84,7 +83,6 @@ def test_a_backend_in_a_partial() -> None:
     assert ort_backend.report().graphs[before].functions == 1
 
 
-@pytest.mark.skipif(TORCH < (2, 11), reason="Dynamo's traced form is another, and left to Dynamo: 2.9 has the hook")
 def test_without_a_hook_the_traced_bodies_become_opaque(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     dynamo_hook.uninstall()
     monkeypatch.setattr(compiler, "HAS_HOOK", False)
