@@ -27,6 +27,10 @@ aten = torch.ops.aten
 # Reorderings of a parameter become part of the matrix product that reads them: there is nothing to keep.
 _WEIGHT_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
 
+# BatchNorm's running averages are inputs of the forward that it writes to. No gradient depends on them in training: no copy may read them.
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_TRAINING = 5  # (input, weight, bias, mean, var, training, ...)
+
 
 def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     """Writes into the backward of a joint graph, in place, copies of the forward nodes that it is to compute again.
@@ -51,6 +55,9 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7]:  # train
+            node.args = (*node.args[:3], None, None, *node.args[5:])
     chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node) and node not in held]
     return _Copies(graph, forward, chosen).write()
 
@@ -143,6 +150,9 @@ class _Copies:
                 swap[kept] = self._behind(kept, self._gradient(self._needed_by[node]))
                 distinct = True
         made = self._graph.node_copy(node, lambda source: swap.get(self._now(source), self._now(source)))
+        if node.target is _BATCH_NORM and made.args[_TRAINING]:
+            made.target, made.args = aten._native_batch_norm_legit.no_stats, (*made.args[:3], *made.args[_TRAINING:])
+            made.meta["val"] = node.meta["val"][:3]
         if distinct:
             self._distinct.add(made)
         return made

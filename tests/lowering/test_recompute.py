@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections import Counter
@@ -132,3 +133,33 @@ def test_the_peak_of_memory_is_lower() -> None:
     runs = (subprocess.run([sys.executable, "-c", _PEAK, mode], cwd=root, capture_output=True, text=True, check=True) for mode in "01")
     without, with_checkpoints = (float(run.stdout.splitlines()[-1]) for run in runs)
     assert with_checkpoints < 0.75 * without
+
+
+class Convolutional(nn.Module):
+    """BatchNorm's running averages change in the forward, and a checkpoint computes it again from its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.behind = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3, padding=1)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.behind(self.norm(self.before(x)).relu())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False).square().mean()
+
+
+def test_a_checkpointed_batch_norm_counts_once() -> None:
+    """As under inductor; eager PyTorch counts a second time when it computes the block again."""
+    model = Convolutional()
+    own = copy.deepcopy(model)
+    compiled = torch.compile(own, backend="ort_training", fullgraph=True)
+    for seed in range(3):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        model(x)
+        once = {name: value.clone() for name, value in model.norm.state_dict().items()}
+        model(x).backward()
+        model.norm.load_state_dict(once)
+        compiled(x).backward()
+        torch.testing.assert_close(own.state_dict(), model.state_dict())
+        torch.testing.assert_close([one.grad for one in own.parameters()], [one.grad for one in model.parameters()], rtol=1e-4, atol=1e-6)
