@@ -207,6 +207,7 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
     the session is made, and free memory that is torch's.
+    FuseReluClip, which makes one Clip of a Relu and a Clip, knows no float64 (1.19.2).
     DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
     GatherToSliceFusion makes a Slice of a Gather of a Range, and writes the limits on the CUDA device, from which the Slice copies them (1.19.2).
     SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
@@ -217,6 +218,8 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
     if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
         harmful.append("QuickGeluFusion")
+    if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
+        harmful.append("FuseReluClip")
     if any(node.op_type == "Div" for node in model.graph):
         harmful.append("DivMulFusion")
     if provider == cuda.PROVIDER and any(node.op_type == "Range" for node in model.graph):

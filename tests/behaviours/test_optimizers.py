@@ -53,3 +53,9 @@ class Checkpointed(nn.Module):
 
 def test_a_checkpointed_sum_in_front_of_a_normalisation() -> None:
     same_as_eager(Checkpointed(), call(torch.randn(2, 4, 8, requires_grad=True)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_clamp_behind_a_relu(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5).mul(4).to(dtype).requires_grad_(dtype.is_floating_point)
+    same_as_eager(lambda x: x.relu().clamp(1, 2) * 3, call(x), train=dtype.is_floating_point)
