@@ -73,6 +73,12 @@ READS_STRIDES = {
 }
 
 
+def _draws(target: Any) -> bool:
+    """Whether an operator draws random numbers, which go into memory in its order: that of eager's tensors."""
+    target = getattr(target, "ordered", target)
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
 def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
@@ -114,6 +120,7 @@ def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         result = target(*args, **kwargs)
         return (*(result if isinstance(result, (tuple, list)) else (result,)), torch.zeros((), dtype=torch.int64))
 
+    call.ordered = target  # type: ignore[attr-defined]
     return call
 
 
@@ -184,7 +191,7 @@ def write_python_op(
         if isinstance(argument, ir.Value):
             like = next(remaining)
             is_tensor = isinstance(like, torch.Tensor)
-            stride = static_stride(like) if is_tensor and target in READS_STRIDES else None
+            stride = static_stride(like) if is_tensor and (target in READS_STRIDES or _draws(target)) else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
             values.append(argument)
     if not values:  # a PythonOp has at least one input

@@ -124,6 +124,16 @@ def test_draws_that_depend_on_values_keep_their_order() -> None:
     X.grad = None
 
 
+def test_draws_inside_a_graph_fill_memory_in_eagers_order() -> None:
+    """A draw that depends on values keeps the next one in the graph, too, which draws for a tensor that is not contiguous."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = F.conv1d(x, torch.ones(4, 3, 1)).transpose(1, 2)
+        return (y + torch.bernoulli(y.sigmoid()) + torch.randn_like(y)).sum(1)
+
+    same_as_eager(function, call(torch.randn(2, 3, 5, requires_grad=True)), python_ops=["aten::bernoulli", "aten::randn_like"])
+
+
 def test_one_seed_gives_one_run() -> None:
     model = dropping()
     runs = []
