@@ -191,7 +191,8 @@ def write_python_op(
         if isinstance(argument, ir.Value):
             like = next(remaining)
             is_tensor = isinstance(like, torch.Tensor)
-            stride = static_stride(like) if is_tensor and (target in READS_STRIDES or _draws(target)) else None
+            laid = is_tensor and (target in READS_STRIDES or (like.dim() > 1 and _draws(target)))
+            stride = static_stride(like) if laid else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
             values.append(argument)
     if not values:  # a PythonOp has at least one input

@@ -13,6 +13,7 @@ from behaviours.check import call, compiled, on_ort, onnx_files, refused, same_a
 from torch import nn
 
 import ort_backend
+from ort_backend.runtime import arena
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
@@ -91,6 +92,7 @@ def test_the_opset_is_the_graphs(opset: int, tmp_path: Path) -> None:
 
 def _session_options(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
     """Collects the options and providers of every session that runs a graph."""
+    arena.shrink()  # makes its own session, once in a process: not while this looks
     seen: list[tuple[Any, Any]] = []
     make = onnxruntime.InferenceSession.__init__
 
