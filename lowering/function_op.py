@@ -64,10 +64,8 @@ class FunctionWriter:
         if self._with_backward is None:
             self._with_backward = {one.args[4] for one in node.graph.find_nodes(op="call_function", target=BACKWARD)}
         call = self._calls[number] = FunctionCall(SITES[number], [value(one) for one in ints])  # type: ignore[index, union-attr]
-        arriving = [value(one) for one in tensors]  # type: ignore[union-attr]
-        call.held = [arriving[i] for i in call.site.behaviour.kept_inputs]
         made = self._op.PythonOp(
-            *call.arguments(arriving, order),
+            *call.arguments([value(one) for one in tensors], order),  # type: ignore[union-attr]
             **call.attributes,
             **kinds("output", call.outputs),
             training_mode=int(number in self._with_backward),
@@ -96,9 +94,7 @@ class FunctionWriter:
         call = self._calls[number]  # type: ignore[index]
         call.present = [one is not None for one in gradients]  # type: ignore[union-attr]
         call.tangents = [self._tangents(node.graph).get(one, frozenset()) for one in gradients]  # type: ignore[union-attr]
-        # The inputs by their own values, whatever a pass has made of the nodes: reading them keeps the memory that the ctx refers to.
-        held = [*call.held, *[value(one) for one in kept][len(call.held) :]]  # type: ignore[union-attr]
-        arriving = [*(value(one) for one in gradients if one is not None), *held, order]  # type: ignore[union-attr]
+        arriving = [*(value(one) for one in gradients if one is not None), *(value(one) for one in kept), order]  # type: ignore[union-attr]
         fakes = [*node.meta["val"], torch.empty((), dtype=torch.int64, device="meta")]
         outputs = [declared(fake.dtype, fake.dim()) for fake in fakes]
         made = self._op.PythonOpGrad(
@@ -126,14 +122,12 @@ class FunctionCall(PythonCall):
         site: The call in the traced program.
         tangents: For each of them, the backward's tangents that its gradient depends on.
         present: For each tensor result, whether the backward's node gets a gradient.
-        held: The inputs of the forward's node whose memory the backward may read.
         reads: Where the site's tensors and integers stand among the arguments of the forward's node.
     """
 
     def __init__(self, site: Site, ints: Sequence[Any]) -> None:
         super().__init__(f"{site.name}#{next(_names)}", site.name, None)
         self.site, self.present = site, [True] * len(site.behaviour.tensors)
-        self.held: list[ir.Value] = []
         self.reads: list[int] = []
         self.tangents: list[frozenset[int]] = []
         self.attributes: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ READS_STRIDES = {
 
 def _draws(target: Any) -> bool:
     """Whether an operator draws random numbers, which go into memory in its order: that of eager's tensors."""
-    target = getattr(target, "ordered", target)
+    target = inspect.unwrap(target)
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
@@ -120,7 +121,7 @@ def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         result = target(*args, **kwargs)
         return (*(result if isinstance(result, (tuple, list)) else (result,)), torch.zeros((), dtype=torch.int64))
 
-    call.ordered = target  # type: ignore[attr-defined]
+    call.__wrapped__ = target  # type: ignore[attr-defined]
     return call
 
 

@@ -55,11 +55,16 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
+    _forget_averages(graph)
+    chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node) and node not in held]
+    return _Copies(graph, forward, chosen).write()
+
+
+def _forget_averages(graph: fx.Graph) -> None:
+    """Takes BatchNorm's running averages from its backward in training, where it has no use for them."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7]:  # train
             node.args = (*node.args[:3], None, None, *node.args[5:])
-    chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node) and node not in held]
-    return _Copies(graph, forward, chosen).write()
 
 
 def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
