@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
-from ort_backend.lowering.python_op import READS_STRIDES, laid_out, static_stride
+from ort_backend.lowering.memory_order import READS_STRIDES, arranged, is_dense, order_of
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
         constant = attribute(node)
         return lambda values: constant
     target: Any = node.target
-    if target in READS_STRIDES and (stride := static_stride(node.args[0].meta["val"])) is not None:  # type: ignore[union-attr]
-        target = _on(stride, target)
+    if target in READS_STRIDES and is_dense(fake := node.args[0].meta["val"]):  # type: ignore[union-attr]
+        target = _on(order_of(fake), target)
     target = _REPLACED.get(target, target)
     writer = _Writer(slots)
     positional = [writer.source(arg) for arg in node.args]
@@ -38,9 +38,9 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
     return eval(f"lambda values: target({', '.join([*positional, *keywords])})", {"target": target, **writer.constants})
 
 
-def _on(stride: tuple[int, ...], target: Callable[..., Any]) -> Callable[..., Any]:
-    """`target` on a first argument of the strides that it had in the trace."""
-    return lambda tensor, *args, **kwargs: target(laid_out(tensor, stride), *args, **kwargs)
+def _on(order: tuple[int, ...] | None, target: Callable[..., Any]) -> Callable[..., Any]:
+    """`target` on a first argument that lies in memory as it did in the trace."""
+    return lambda tensor, *args, **kwargs: target(arranged(tensor, order), *args, **kwargs)
 
 
 def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: int, depends_on: Sequence[frozenset[int]]) -> Callable[[Values], Any]:

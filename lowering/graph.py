@@ -23,6 +23,7 @@ from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
+from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
 from ort_backend.lowering.onednn import implementation
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
@@ -293,6 +294,8 @@ class GraphLowering:
             raise NotOnOrt(title, reason, where)
         if not callable(node.target):
             raise LoweringError(f"{title} cannot be called{at(where)}")
+        if node.target in READS_STRIDES and reads_other_memory(node):
+            raise LoweringError(f"{title} reads memory around its argument, an input of the graph that is a view: pass the whole tensor{at(where)}")
         fake = node.meta.get("val")
         for leaf in torch.utils._pytree.tree_leaves(fake):
             if isinstance(leaf, torch.Tensor):

@@ -13,6 +13,7 @@ import torch
 
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
+from ort_backend.lowering.memory_order import READS_STRIDES, arranged, order_of
 from ort_backend.target import RELEASE
 
 MS = "com.microsoft"
@@ -63,15 +64,7 @@ class _TensorSlot:
 
     position: int
     dtype: torch.dtype | None  # None: a number
-    stride: tuple[int, ...] | None = None
-
-
-# Operators whose meaning depends on the strides of their argument and not on its values alone.
-READS_STRIDES = {
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_copy.default,
-    torch.ops.aten.as_strided_scatter.default,
-}
+    order: tuple[int, ...] | None = None  # of its dimensions in memory, where that matters
 
 
 def _draws(target: Any) -> bool:
@@ -143,19 +136,12 @@ def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return number_of(tensor)
     value = from_carrier(tensor, slot.dtype)
-    return value if slot.stride is None else laid_out(value, slot.stride)
+    return arranged(value, slot.order)
 
 
 def number_of(tensor: torch.Tensor) -> int | float | bool:
     """The number that a 0-d tensor holds, or that stands in the shape of one without elements (`passes.host_values`)."""
     return tensor.item() if tensor.dim() == 0 else tensor.shape[0] - tensor.shape[1]
-
-
-def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor with these strides: a copy if it has others."""
-    if tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
@@ -192,9 +178,8 @@ def write_python_op(
         if isinstance(argument, ir.Value):
             like = next(remaining)
             is_tensor = isinstance(like, torch.Tensor)
-            laid = is_tensor and (target in READS_STRIDES or (like.dim() > 1 and _draws(target)))
-            stride = static_stride(like) if laid else None
-            slots.append(_TensorSlot(position, like.dtype if is_tensor else None, stride))
+            order = order_of(like) if is_tensor and (target in READS_STRIDES or _draws(target)) else None
+            slots.append(_TensorSlot(position, like.dtype if is_tensor else None, order))
             values.append(argument)
     if not values:  # a PythonOp has at least one input
         values.append(constant(op, 0, ir.DataType.INT64))
@@ -233,11 +218,6 @@ def kinds(prefix: str, found: Iterable[tuple[Carrier, int]]) -> dict[str, Any]:
     """The attributes of a Python node that declare the types and ranks of its tensors."""
     types, ranks, pairs = f"{prefix}_tensor_types", f"{prefix}_tensor_ranks", list(found)
     return {types: ir.AttrInt64s(types, [int(kind.dtype) for kind, _ in pairs]), ranks: ir.AttrInt64s(ranks, [rank for _, rank in pairs])}
-
-
-def static_stride(fake: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a fake tensor; None if one is symbolic."""
-    return tuple(int(s) for s in fake.stride()) if all(isinstance(s, int) for s in fake.stride()) else None
 
 
 def _output_of(value: Any) -> tuple[Carrier, int]:

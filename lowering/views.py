@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.memory_order import READS_STRIDES
 from ort_backend.lowering.sizes import evaluator
 
 aten = torch.ops.aten
 
 # Makes a view of a base tensor; the sizes in it come from the graph's arguments.
 View = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
-
-# What they give depends on the strides of the base, which need not be those of the trace.
-_READS_STRIDES = {aten.as_strided.default, aten.as_strided_.default}
 
 
 def replay(node: fx.Node, base: fx.Node, placeholders: Sequence[fx.Node]) -> View | None:
@@ -49,7 +47,7 @@ def _step(node: fx.Node, placeholders: Sequence[fx.Node]) -> View | None:
     fakes = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in flat]
     places = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
     sizes = evaluator([fakes[i] for i in places], placeholders)
-    if sizes is None or node.target in _READS_STRIDES or any(isinstance(fake, (torch.Tensor, torch.SymFloat, torch.SymBool)) for fake in fakes):
+    if sizes is None or node.target in READS_STRIDES or any(isinstance(fake, (torch.Tensor, torch.SymFloat, torch.SymBool)) for fake in fakes):
         return None
     target: Any = node.target
 

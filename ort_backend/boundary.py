@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import root
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
@@ -97,15 +98,6 @@ class Results:
     @staticmethod
     def _is_tangent(value: Any) -> bool:
         return value.producer().op_type == "YieldOp"
-
-
-def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions from outermost to innermost in memory, for a dense tensor that is not contiguous; None for any other."""
-    if fake.dim() < 2 or not all(isinstance(s, int) for s in (*fake.stride(), *fake.shape)) or fake.is_contiguous() or fake.is_complex():
-        return None
-    strides = fake.stride()
-    order = sorted(range(fake.dim()), key=lambda d: (-strides[d], d))
-    return tuple(order) if fake.permute(order).is_contiguous() else None
 
 
 def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,13 +17,14 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 from torch._functorch.compile_utils import rand_ops
 
-from ort_backend.boundary import add_outputs, device_of, input_of, storage_order, tangent_outputs
+from ort_backend.boundary import add_outputs, device_of, input_of, tangent_outputs
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
+from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import dependencies, is_random
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist

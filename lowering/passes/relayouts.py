@@ -1,4 +1,7 @@
-"""`as_strided` that only writes down other strides, as PyTorch's adaptive pooling does for channels-last tensors: a view, or nothing at all."""
+"""`as_strided` made simpler: of the tensor that owns the memory, and a view, or nothing, where it only writes down other strides.
+
+The latter is what PyTorch's adaptive pooling does for channels-last tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from ort_backend.lowering.memory_order import reads_other_memory
+from ort_backend.lowering.partition import root
 
 aten = torch.ops.aten
 
@@ -17,14 +23,29 @@ def drop_relayouts(graph: fx.Graph) -> None:
     """Replaces, in place, `as_strided` and `as_strided_scatter` over whole tensors by what they are: `alias` or `view`.
 
     Sizes and strides may be symbolic, which a lowering, that counts addresses, cannot take. What leaves the graph keeps its strides.
+    An `as_strided` of a view reads the base, with the elements around the view.
     """
     for node in list(graph.nodes):
+        if node.target is aten.as_strided.default and reads_other_memory(node):
+            _read_owner(node)
         if node.op == "call_function" and not node.kwargs and not any(user.op == "output" for user in node.users):
             if node.target is aten.as_strided.default:
                 _as_view(node, node.args[0], node.args[1], *node.args)
             elif node.target is aten.as_strided_scatter.default:
                 base, source, *numbers = node.args
                 _as_view(node, source, [-1] if base.meta["val"].dim() == 1 else None, base, *numbers)
+
+
+def _read_owner(node: fx.Node) -> None:
+    """Makes `as_strided` of a view the same of the tensor that the view is taken from, by addresses in its memory."""
+    view, size, stride, *given = (*node.args, *node.kwargs.values())
+    owner = root(view, through_copies=False)  # type: ignore[arg-type]
+    mine, theirs = view.meta["val"], owner.meta["val"]  # type: ignore[union-attr]
+    if owner is view or mine.dtype != theirs.dtype or mine.is_conj() != theirs.is_conj() or mine.is_neg() != theirs.is_neg():
+        return
+    offset = given[0] if given and given[0] is not None else mine.storage_offset()
+    if isinstance(offset, (int, fx.Node)):
+        node.args, node.kwargs = (owner, size, stride, offset), {}
 
 
 def _as_view(node: fx.Node, result: Any, shape: Any, base: Any, size: Any, stride: Any, offset: Any = None) -> None:

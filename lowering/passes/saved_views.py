@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.memory_order import READS_STRIDES
 from ort_backend.lowering.partition import root
-from ort_backend.lowering.python_op import READS_STRIDES
 
 
 def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:

@@ -124,14 +124,39 @@ def test_draws_that_depend_on_values_keep_their_order() -> None:
     X.grad = None
 
 
-def test_draws_inside_a_graph_fill_memory_in_eagers_order() -> None:
-    """A draw that depends on values keeps the next one in the graph, too, which draws for a tensor that is not contiguous."""
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_draws_inside_a_graph_fill_memory_in_eagers_order(dynamic: bool) -> None:
+    """A draw that depends on values keeps the next ones in the graph, too, which draw for tensors that are not contiguous, or have gaps."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         y = F.conv1d(x, torch.ones(4, 3, 1)).transpose(1, 2)
-        return (y + torch.bernoulli(y.sigmoid()) + torch.randn_like(y)).sum(1)
+        chances = x[:1, :1].sigmoid()
+        spread, gaps = torch.bernoulli(chances.expand(2, 4, -1).transpose(1, 2)), torch.bernoulli(y.sigmoid()[:, ::2])
+        return (y + torch.bernoulli(y.sigmoid()) + torch.randn_like(y) + spread).sum(1) + gaps.sum(1)
 
-    same_as_eager(function, call(torch.randn(2, 3, 5, requires_grad=True)), python_ops=["aten::bernoulli", "aten::randn_like"])
+    with on_ort(graphs=1, python_ops=["aten::bernoulli", "aten::randn_like"]):
+        step = compiled(function, dynamic=dynamic)
+        for length in (5, 6) if dynamic else (5,):
+            x = torch.randn(2, 3, length, requires_grad=True)
+            results = []
+            for side in (step, function):
+                torch.manual_seed(length)
+                result = side(x)
+                results.append((result, torch.autograd.grad(result.square().sum(), x)))
+            same_tree(*results)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_have_eagers_strides(dynamic: bool) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.transpose(0, 1) * 2, x.permute(2, 0, 1).sin(), x.to(memory_format=torch.contiguous_format) + 1
+
+    step = compiled(function, dynamic=dynamic)
+    for length in (4, 5) if dynamic else (4,):
+        x = torch.randn(3, length, 6, requires_grad=True)
+        actual, expected = step(x), function(x)
+        assert [one.stride() for one in actual] == [one.stride() for one in expected]
+        same_tree(actual, expected)
 
 
 def test_one_seed_gives_one_run() -> None:

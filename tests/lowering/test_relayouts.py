@@ -39,3 +39,32 @@ def test_elements_that_move() -> None:
     expected, actual = function(x), torch.compile(function, backend="ort_training")(x)
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def _parts(x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows, columns = (x * 2)[1:], (x * 3).t()[1:]
+    return (
+        rows.as_strided((2, 3), (1, 2)) * 2,
+        rows.as_strided((2, 3), (1, 2), 0) * 2,
+        x[1:].as_strided((2, 3), (1, 2), 1) * 2,
+        columns.as_strided((2, 3), (2, 1), 1) * 2,
+        p.expand(4, 6).as_strided((2, 3), (0, 1)) * 2,
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_address_the_memory_of_their_base(dynamic: bool) -> None:
+    compiled = torch.compile(_parts, backend="ort_training", dynamic=dynamic)
+    for rows in (4, 5):
+        x, p = torch.randn(rows, 6, requires_grad=True), torch.randn(1, 6, requires_grad=True)
+        results = [function(x, p) for function in (_parts, compiled)]
+        gradients = [torch.autograd.grad(sum(one.sin().sum() for one in result), [x, p]) for result in results]
+        for mine, theirs in zip((*results[1], *gradients[1]), (*results[0], *gradients[0]), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_an_input_that_is_a_part_of_a_tensor() -> None:
+    """What lies around it does not reach a session, whose own memory must not stand in for it."""
+    compiled = torch.compile(lambda x: x.as_strided((2, 3), (1, 2), 0) * 2, backend="ort_training")
+    with pytest.raises(Exception, match=r"as_strided reads memory around its argument.*pass the whole tensor"):
+        compiled(torch.randn(6, 6)[1:])

@@ -1,0 +1,73 @@
+"""In which order a tensor of the trace lies in memory, where an operator's meaning depends on it: ONNX Runtime knows contiguous tensors only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+# Operators whose meaning depends on the strides of their argument and not on its values alone.
+READS_STRIDES = {
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten.as_strided_copy.default,
+    torch.ops.aten.as_strided_scatter.default,
+}
+
+
+def order_of(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory to the innermost, as eager lays out what it computes element by element from this tensor.
+
+    Returns:
+        What `torch.empty_permuted` takes; None for that of a contiguous tensor. Sizes and strides that are symbolic stand for their examples.
+    """
+    if (like := _example(fake)).is_contiguous():
+        return None
+    strides = torch.empty_like(like).stride()
+    return tuple(sorted(range(fake.dim()), key=lambda d: -strides[d]))
+
+
+def is_dense(fake: torch.Tensor) -> bool:
+    """Whether the elements lie one beside the other, in any order."""
+    like = _example(fake)
+    return all(n == 1 or mine == dense for n, mine, dense in zip(like.shape, like.stride(), torch.empty_like(like).stride()))
+
+
+def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The same for a real tensor without gaps, which a permutation of a contiguous one can stand for; None for any other."""
+    return order_of(fake) if is_dense(fake) and not fake.is_complex() else None
+
+
+def arranged(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """The tensor in this order of `order_of`: a copy if it has another."""
+    if order is None:
+        return tensor.contiguous()
+    made = torch.empty_permuted(tensor.shape, order, dtype=tensor.dtype, device=tensor.device)
+    return tensor if made.stride() == tensor.stride() else made.copy_(tensor)
+
+
+def reads_other_memory(node: fx.Node) -> bool:
+    """Whether a node of `READS_STRIDES` addresses memory around the elements of its argument, which a session does not see."""
+    named: dict[str, Any] = {**dict(zip((a.name for a in node.target._schema.arguments), node.args)), **node.kwargs}  # type: ignore[union-attr]
+    fake = named["self"].meta["val"]
+    offset = named.get("storage_offset")
+    size, stride = map(_numbers, (named["size"], named["stride"]))
+    begins, start = _numbers([fake.storage_offset(), fake.storage_offset() if offset is None else offset])
+    if fake.numel() == 0 or 0 in size:
+        return False
+    if not is_dense(fake) or (begins and offset is not None):  # a session sees a tensor without gaps that begins at 0
+        return True
+    return start < begins or start + sum((n - 1) * step for n, step in zip(size, stride)) >= begins + math.prod(_numbers(fake.shape))
+
+
+def _example(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, of the fake tensor's sizes and strides."""
+    return torch.empty_strided(_numbers(fake.shape), _numbers(fake.stride()), device="meta")
+
+
+def _numbers(values: Sequence[Any]) -> list[int]:
+    """Numbers, or the examples of symbolic ones."""
+    known = [value.meta["val"] if isinstance(value, fx.Node) else value for value in values]
+    return [(1 if n.node.hint is None else n.node.hint) if isinstance(n, torch.SymInt) else n for n in known]
