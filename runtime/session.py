@@ -16,7 +16,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime import arena, cuda
+from ort_backend.runtime import arena, cuda, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
@@ -99,10 +99,13 @@ class Session:
 
     def __init__(self, model: ir.Model, config: SessionConfig, calls: Sequence[Call]) -> None:
         self._registrations = [Registration(call) for call in calls]
+        self._disabled = _harmful_optimizers(model, config.provider)
+        if config.provider == CPU_PROVIDER and layer_norm.cancels():
+            layer_norm.take_means_off(model)
+            self._disabled.extend(layer_norm.FUSIONS)
         self._model = ir.to_proto(model).SerializeToString()
         self._name = model.graph.name
         self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
-        self._disabled = _harmful_optimizers(model, config.provider)
         self._config = config
         self._operators = {node.op_type for node in model.graph}
         self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
