@@ -30,6 +30,7 @@ class Lowering:
             symbolic numbers as `onnx_ir.Value`, everything else as in the FX graph. Returns one value, or a sequence of values for
             an operator with several results (None for a result that is not computed).
         requires: Operators outside ONNX (`"com.microsoft::GeluGrad"`) that the target must have.
+        device: The only kind of device that it is for (`"cpu"`), where kernels there ask for another form; None for any.
         promote: `"output"` casts the tensor arguments to the result's dtype first, `"inputs"` to their common dtype (comparisons),
             `"bool"` to bool.
         keep: Names of the arguments that `promote` leaves alone.
@@ -43,6 +44,7 @@ class Lowering:
     target: torch._ops.OpOverload | str
     function: Callable[..., Any]
     requires: tuple[str, ...] = ()
+    device: str | None = None
     promote: Promote | None = None
     keep: frozenset[str] = frozenset()
     any_dtype: bool = False
@@ -59,6 +61,7 @@ _linear: dict[torch._ops.OpOverload, frozenset[str]] = {}
 def register(
     *targets: torch._ops.OpOverload | str,
     requires: tuple[str, ...] = (),
+    device: str | None = None,
     promote: Promote | None = None,
     keep: tuple[str, ...] = (),
     any_dtype: bool = False,
@@ -66,11 +69,11 @@ def register(
 ) -> Callable[[Function], Function]:
     """Registers a function as a lowering of operator overloads, or names of operators of other packages (see `Lowering` for the arguments).
 
-    A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form.
+    A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form; then one for a device.
 
     Raises:
         TypeError: a target is an overload packet (`aten.add`) instead of an overload (`aten.add.Tensor`).
-        ValueError: that target already has a lowering with these requirements.
+        ValueError: that target already has a lowering with these requirements for this device.
     """
     for target in targets:
         if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
@@ -79,10 +82,10 @@ def register(
     def add(function: Function) -> Function:
         for target in targets:
             present = _table.setdefault(target, [])
-            if any(lowering.requires == requires for lowering in present):
-                raise ValueError(f"{target} already has a lowering with requires={requires}")
-            present.append(Lowering(target, function, requires, promote, frozenset(keep), any_dtype, frozenset(whole_storage)))
-            present.sort(key=lambda lowering: -len(lowering.requires))
+            if any((lowering.requires, lowering.device) == (requires, device) for lowering in present):
+                raise ValueError(f"{target} already has a lowering with requires={requires}" + (f" and device={device!r}" if device else ""))
+            present.append(Lowering(target, function, requires, device, promote, frozenset(keep), any_dtype, frozenset(whole_storage)))
+            present.sort(key=lambda lowering: (-len(lowering.requires), lowering.device is None))
         return function
 
     return add
@@ -142,11 +145,11 @@ def registered_complex() -> tuple[dict[torch._ops.OpOverload, Lowering], dict[to
 
 
 def find(target: object, ort: OrtTarget) -> Iterator[Lowering]:
-    """The lowerings of `target` that `ort` has the operators for, best first."""
+    """The lowerings of `target` that are for `ort`'s device, and that it has the operators for, best first."""
     load()
     if isinstance(target, torch._ops.OpOverload):
         for lowering in _table.get(target, ()) or _table.get(target.name(), ()):
-            if all(name in ort.contrib_ops for name in lowering.requires):
+            if lowering.device in (None, ort.device_type) and all(name in ort.contrib_ops for name in lowering.requires):
                 yield lowering if lowering.target is target else dataclasses.replace(lowering, target=target)
 
 

@@ -128,6 +128,13 @@ def sigmoid(op, self):
     return op.Sigmoid(self)
 
 
+@register(aten.sigmoid.default, device="cpu", promote="output")
+def sigmoid_to_the_end(op, self):
+    """sigmoid(Tensor self) -> Tensor"""
+    # The CPU kernel has an error of 1e-7, and is 0 below -18 (1.19.2, 1.31.1), where a logarithm of it, or a loss from it, must not be infinite.
+    return op.Reciprocal(op.Add(op.Exp(op.Neg(self)), 1.0))
+
+
 @register(aten.sigmoid_backward.default, requires=("com.microsoft::SigmoidGrad",), promote="output")
 def sigmoid_backward_fused(op, grad_output, output):
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""

@@ -168,3 +168,19 @@ def test_autocast_on_cuda(dtype: torch.dtype) -> None:
             with torch.autocast("cuda", dtype):
                 side(X.cuda()).float().square().mean().backward()
     same_module(model, reference, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kernels", ["measured", "onnxruntime"])
+def test_the_tail_of_a_sigmoid(kernels: str) -> None:
+    """Losses take its logarithm: a recommender's of a difference of scores, and BCELoss."""
+
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy(x.sigmoid(), torch.ones(4)) - x.sigmoid().log().sum()
+
+    x = torch.tensor([-3.0, -17.0, -26.0, -80.0], requires_grad=True)
+    results = []
+    with on_ort(graphs=1):
+        for side in (losses, compiled(losses, options={"kernels": kernels})):
+            loss = side(x)
+            results.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    same_tree(*results, rtol=1e-5, atol=1e-6)
