@@ -20,6 +20,7 @@ from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier
+from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
@@ -256,9 +257,12 @@ class GraphLowering:
                 self._roll_back(mark)
                 continue
             lacking = next((new for new in self._since(mark) if not self._has_kernel(new)), None)
-            if lacking is None:
+            if lacking is not None:
+                reason = f"{self.target.provider} has no {lacking.op_type} kernel for {_types(lacking)}"
+            elif (kind := not_for_empty(node, self._since(mark))) is not None:
+                reason = f"{kind} is not for a tensor without elements, as one may be here"
+            else:
                 return result, None
-            reason = f"{self.target.provider} has no {lacking.op_type} kernel for {_types(lacking)}"
             self._roll_back(mark)
         return None, reason
 

@@ -122,6 +122,52 @@ def test_an_empty_batch(dynamic: bool | None) -> None:
     same_as_eager(Model(), call(tensor(0, 3)), call(tensor(5, 3)), call(tensor(0, 3)), graphs=2, repeat=1, dynamic=dynamic)
 
 
+ON_NO_PICTURE = {
+    "conv": lambda x: F.conv2d(x, torch.ones(3, 2, 3, 3)),
+    "depthwise": lambda x: F.conv2d(x, torch.ones(2, 1, 3, 3), padding=1, groups=2),
+    "transposed": lambda x: F.conv_transpose2d(x, torch.ones(2, 3, 3, 3), stride=2),
+    "max_pool": lambda x: F.max_pool2d(x, 2),
+    "adaptive_max_pool": lambda x: F.adaptive_max_pool2d(x, 2),
+    "avg_pool": lambda x: F.avg_pool2d(x, 2),
+    "sort": lambda x: x.sort(-1)[0],
+    "topk": lambda x: x.topk(2, -1)[0],
+    "median": lambda x: x.median(-1)[0],
+}
+
+
+@pytest.mark.parametrize("function", ON_NO_PICTURE.values(), ids=ON_NO_PICTURE)
+def test_no_picture_at_all(function: Any) -> None:
+    """As the head of a detector sees where nothing is found. A kernel of ONNX Runtime that divides by the number ends the process."""
+    scale = torch.ones(2, 6, 6, requires_grad=True)
+    x = torch.zeros(0, 2, 6, 6, requires_grad=True)
+    with on_ort(graphs=1, forwards=1, backwards=1, python_ops=None):
+        results = []
+        for side in (compiled(lambda x, scale: function(x * scale)), lambda x, scale: function(x * scale)):
+            made = side(x, scale)
+            results.append((made, *torch.autograd.grad(made.sum(), (x, scale))))
+        same_tree(*results)
+
+
+def test_a_size_that_falls_to_zero() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x[:, 3:].sort(descending=True)[0] * 2
+
+    step = compiled(function, dynamic=True)
+    for length in (8, 5, 3):
+        x = tensor(2, length)
+        same_tree(step(x), function(x))
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_number_of_elements_that_depends_on_values() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].sort()[0] * 2
+
+    step = compiled(function)
+    for x in (torch.tensor([2.0, -1.0, 1.0]), -torch.ones(3)):
+        same_tree(step(x), function(x))
+
+
 def test_scalars_and_empty_dimensions_inside() -> None:
     same_as_eager(lambda x, s: (x * s, s + 1, x[:0], x[:, 3:], s.view(1)), call(tensor(4, 3), torch.tensor(0.3, requires_grad=True)), graphs=1)
 
