@@ -127,11 +127,28 @@ def _affine(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | 
     )
 
 
+def _varies(value: ir.Value) -> bool:
+    """Whether a value depends on the data of an input, so that ONNX Runtime cannot compute it beforehand."""
+    seen, ahead = set(), [value]
+    while ahead:
+        one = ahead.pop()
+        if one.is_graph_input():
+            return True
+        node = one.producer()
+        if node is None or node in seen or node.op_type in ("Shape", "Size"):
+            continue
+        seen.add(node)
+        ahead.extend(source for source in reversed(node.inputs) if source is not None)
+    return False
+
+
 def _batch_norm_fused(
     op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """(result, mean, biased variance, 1 / deviation) of the batch."""
     _refuse_double(input)
+    if not (_varies(running_mean) and _varies(running_var)):
+        raise Unsupported("the kernel writes over the running statistics, which are constants")
     weight, bias = _affine(op, input, weight, bias)
     # The kernel writes its running statistics over the old ones (an alias in ONNX Runtime), which therefore must be values that nothing
     # else reads, nor is merged with. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.

@@ -107,6 +107,15 @@ def test_batch_norm_keeps_its_running_statistics_apart(check: Callable) -> None:
     check(twice, randn(4, 1, 5), torch.ones(1), torch.ones(1))
 
 
+def test_batch_norm_with_constant_running_statistics(check: Callable) -> None:
+    """Constants that are equal become one in ONNX Runtime: the old mean, which the kernel writes over, and the bias."""
+
+    def constant(x: torch.Tensor) -> list[torch.Tensor]:
+        return list(aten._native_batch_norm_legit_functional(x, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5))
+
+    check(constant, randn(4, 3, 5))
+
+
 @contrib
 @dtypes
 @pytest.mark.parametrize("affine", [True, False])
