@@ -222,7 +222,8 @@ def _avg_pool_backward(
         constant(op, np.full([1, 1, *kernel], weight), self.dtype),  # type: ignore[arg-type]
         kernel_shape=kernel,
         strides=strides,
-        pads=[*pads, *(p - more for p, more in zip(pads, missing))],
+        pads=[*pads, *(p + max(-more, 0) for p, more in zip(pads, missing))],
+        output_padding=[max(more, 0) for more in missing],
     )
     return op.Reshape(spread, op.Shape(self))
 
