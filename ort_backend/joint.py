@@ -26,6 +26,7 @@ from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.scales import fuse_scales
+from ort_backend.lowering.passes.selected_gradients import select_gradients
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -60,6 +61,7 @@ def lower_joint(
     graph = module.graph
     mark_effects(graph)
     drop_relayouts(graph)
+    select_gradients(graph, everywhere=False)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
@@ -102,6 +104,7 @@ def lower_inference(
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     mark_effects(graph)
     drop_relayouts(graph)
+    select_gradients(graph, everywhere=False)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -30,6 +30,7 @@ from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
+from ort_backend.lowering.passes.selected_gradients import select_gradients
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
@@ -95,6 +96,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
     graph = module.graph
     mark_effects(graph)
     drop_relayouts(graph)
+    select_gradients(graph, everywhere=True)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}
