@@ -99,7 +99,7 @@ class Session:
 
     def __init__(self, model: ir.Model, config: SessionConfig, calls: Sequence[Call]) -> None:
         self._registrations = [Registration(call) for call in calls]
-        self._disabled = _harmful_optimizers(model, config.provider)
+        self._disabled = _harmful_optimizers(model)
         if config.provider == CPU_PROVIDER and layer_norm.cancels():
             layer_norm.take_means_off(model)
             self._disabled.extend(layer_norm.FUSIONS)
@@ -201,7 +201,7 @@ class Session:
             self.close()
 
 
-def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
+def _harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
@@ -212,7 +212,8 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
     the session is made, and free memory that is torch's.
     FuseReluClip, which makes one Clip of a Relu and a Clip, knows no float64 (1.19.2).
     DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
-    GatherToSliceFusion makes a Slice of a Gather of a Range, and writes the limits on the CUDA device, from which the Slice copies them (1.19.2).
+    GatherToSliceFusion makes a Slice of a Gather of a Range. A range that falls to 0 ends at -1, the last element to a Slice, which then
+    takes nothing (1.19.2, 1.31.1). For CUDA it writes the limits on the device, from which the Slice copies them.
     SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
     backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
     GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
@@ -225,7 +226,7 @@ def _harmful_optimizers(model: ir.Model, provider: str) -> list[str]:
         harmful.append("FuseReluClip")
     if any(node.op_type == "Div" for node in model.graph):
         harmful.append("DivMulFusion")
-    if provider == cuda.PROVIDER and any(node.op_type == "Range" for node in model.graph):
+    if any(node.op_type == "Range" for node in model.graph):
         harmful.append("GatherToSliceFusion")
     if _has_empty_fill(model):
         harmful.append("NoopElimination")

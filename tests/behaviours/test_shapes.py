@@ -148,6 +148,18 @@ def test_no_picture_at_all(function: Any) -> None:
         same_tree(*results)
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_a_changing_number_of_rows_in_reverse(train: bool) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.shape[0]
+        return x[torch.arange(rows - 1, -1, -1)].sin(), x[torch.arange(-2, 1)], x[torch.arange(rows - 3, rows)], x[torch.arange(0, rows, 2)]
+
+    step = compiled(function, dynamic=True)
+    for rows in (5, 7, 4):
+        x = tensor(rows, 3).requires_grad_(train)
+        same_tree(step(x), function(x))
+
+
 def test_a_size_that_falls_to_zero() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x[:, 3:].sort(descending=True)[0] * 2
