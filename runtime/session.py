@@ -205,6 +205,7 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
     QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
@@ -218,8 +219,9 @@ def _harmful_optimizers(model: ir.Model) -> list[str]:
     backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
     GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
-    products = (node for node in model.graph if node.op_type == "MatMul")
-    harmful = ["MatmulTransposeFusion"] if any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products) else []
+    products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
+    is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
+    harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
     if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
         harmful.append("QuickGeluFusion")
     if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):

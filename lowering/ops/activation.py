@@ -213,7 +213,7 @@ def hardsigmoid(op, self):
 def hardsigmoid_backward(op, grad_output, self):
     """hardsigmoid_backward(Tensor grad_output, Tensor self) -> Tensor"""
     inside = op.Less(op.Abs(self), scalar_like(op, 3.0, self))
-    return op.Mul(grad_output, op.Mul(_mask(op, inside, grad_output), 1 / 6))
+    return op.Mul(grad_output, op.Mul(_mask(op, inside, grad_output), scalar_like(op, 1 / 6, grad_output)))
 
 
 @register(aten.hardswish.default)
