@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.symbolic import hint
+
 # Operators whose meaning depends on the strides of their argument and not on its values alone.
 READS_STRIDES = {
     torch.ops.aten.as_strided.default,
@@ -37,7 +39,8 @@ def is_dense(fake: torch.Tensor) -> bool:
 
 def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
     """The same for a real tensor without gaps, which a permutation of a contiguous one can stand for; None for any other."""
-    return order_of(fake) if is_dense(fake) and not fake.is_complex() else None
+    order = order_of(fake)
+    return order if order is None or (is_dense(fake) and not fake.is_complex()) else None
 
 
 def arranged(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
@@ -69,5 +72,4 @@ def _example(fake: torch.Tensor) -> torch.Tensor:
 
 def _numbers(values: Sequence[Any]) -> list[int]:
     """Numbers, or the examples of symbolic ones."""
-    known = [value.meta["val"] if isinstance(value, fx.Node) else value for value in values]
-    return [(1 if n.node.hint is None else n.node.hint) if isinstance(n, torch.SymInt) else n for n in known]
+    return [hint(value.meta["val"] if isinstance(value, fx.Node) else value) for value in values]

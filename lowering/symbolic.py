@@ -30,12 +30,33 @@ def dim(size: int | torch.SymInt) -> int | str:
 
 def hint(size: int | torch.SymInt) -> int:
     """A size, or the example of a symbolic one (1 if there is none)."""
-    return size.node.hint or 1 if isinstance(size, torch.SymInt) else size
+    if not isinstance(size, torch.SymInt):
+        return size
+    return 1 if size.node.hint is None else size.node.hint
+
+
+class Size(ir.SymbolicDim):
+    """A dimension of a dynamic shape under its expression's name, with what torch knows of it.
+
+    Attributes:
+        size: The fake value's symbolic size.
+    """
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: torch.SymInt, name: str) -> None:
+        super().__init__(name)
+        self.size = size
 
 
 def shape(sizes: Sequence[int | torch.SymInt], extra: tuple[int, ...] = ()) -> ir.Shape:
     """The ONNX shape of fake sizes."""
-    return ir.Shape([*map(dim, sizes), *extra])
+    return ir.Shape([*map(_size, sizes), *extra])
+
+
+def _size(size: int | torch.SymInt) -> int | Size:
+    name = dim(size)
+    return Size(size, name) if isinstance(size, torch.SymInt) and isinstance(name, str) else int(name)
 
 
 def name_of(size: Number) -> int | str | None:
