@@ -136,7 +136,7 @@ def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return number_of(tensor)
     value = from_carrier(tensor, slot.dtype)
-    return arranged(value, slot.order)
+    return value if slot.order is None else arranged(value, slot.order)  # each step, and contiguous already
 
 
 def number_of(tensor: torch.Tensor) -> int | float | bool:
