@@ -143,12 +143,12 @@ def _channels_first(op: Any, tensor: ir.Value, groups: int, groups_inside: bool)
     spatial = list(range(2, tensor.shape.rank()))  # type: ignore[union-attr]
     if groups == 1 or not groups_inside:
         return op.Transpose(tensor, perm=[1, 0, *spatial])
-    rest = op.Shape(tensor, start=2)
-    split = op.Reshape(tensor, op.Concat(int64s(op, [0, groups, -1]), rest, axis=0))
-    swapped = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in spatial)])
     channels = tensor.shape[1]  # type: ignore[index]
     if not isinstance(channels, int):
         raise Unsupported("an unknown number of channels")
+    rest = op.Shape(tensor, start=2)
+    split = op.Reshape(tensor, op.Concat(int64s(op, [0, groups, channels // groups]), rest, axis=0))
+    swapped = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in spatial)])
     return op.Reshape(swapped, op.Concat(int64s(op, [channels // groups, -1]), rest, axis=0))
 
 

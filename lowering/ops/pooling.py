@@ -107,7 +107,7 @@ def scatter_maxima(op: Any, grad_output: ir.Value, self: ir.Value, indices: ir.V
         shape, axis = op.Unsqueeze(element_count(op, self), int64s(op, [0])), 0
     else:
         lead = op.Shape(self, start=0, end=-spatial)
-        rows = op.Concat(lead, int64s(op, [-1]), axis=0)
+        rows = op.Concat(lead, op.ReduceProd(op.Shape(indices, start=-spatial), keepdims=1), axis=0)
         grad, index, axis = op.Reshape(grad_output, rows), op.Reshape(indices, rows), self.shape.rank() - spatial  # type: ignore[union-attr]
         shape = op.Concat(lead, op.ReduceProd(op.Shape(self, start=-spatial), keepdims=1), axis=0)
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0.0], dtype=grad_output.dtype))
