@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ort_backend.lowering.symbolic import size_of
+from ort_backend.lowering.registry import Unsupported
+from ort_backend.lowering.symbolic import Size, size_of
 
 
 def rank(tensor: ir.Value) -> int:
@@ -29,6 +31,24 @@ def axes(tensor: ir.Value, dim: int | Sequence[int] | None) -> list[int]:
     if isinstance(dim, int):
         dim = [dim]
     return sorted({axis(tensor, d) for d in dim}) if rank(tensor) else []
+
+
+def may_be_zero(part: int | ir.SymbolicDim) -> bool:
+    """Whether a dimension may have no elements: it is 0, is what a slice leaves of a changing size, or depends on values (rows under a mask)."""
+    return part == 0 or (isinstance(part, Size) and not statically_known_true(part.size > 0))
+
+
+def may_be_empty(*tensors: ir.Value) -> bool:
+    """Whether one of the tensors may have no elements."""
+    return any(may_be_zero(part) for tensor in tensors for part in tensor.shape or ())
+
+
+def refuse_empty(what: str, *tensors: ir.Value) -> None:
+    """Raises Unsupported where one of the tensors may have no elements."""
+    if any(part == 0 for tensor in tensors for part in tensor.shape or ()):
+        raise Unsupported(f"{what} of zero-sized tensors")
+    if may_be_empty(*tensors):
+        raise Unsupported(f"{what} of tensors that may be zero-sized")
 
 
 def size(tensor: ir.Value, at: int) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import storage_order
@@ -38,7 +39,7 @@ def input_of(position: int, fake: Any, *, as_shape: bool = False) -> Input:
     """The input for a tensor or number like `fake` at that place among the arguments; `as_shape`: `GraphLowering.add_input`'s form of integers."""
     if not isinstance(fake, torch.Tensor):
         return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
-    return Input(position, fake.dtype, is_empty=any(isinstance(size, int) and size == 0 for size in fake.shape))
+    return Input(position, fake.dtype, may_be_empty=any(not statically_known_true(size > 0) for size in fake.shape))
 
 
 class Results:

@@ -28,13 +28,13 @@ class Input:
     Attributes:
         position: Where it stands among the callable's arguments.
         dtype: The tensor's dtype; None for a Python int (a symbolic size).
-        is_empty: Whether the tensor has no elements.
+        may_be_empty: Whether the tensor may have no elements.
         as_shape: Whether a Python int n travels as the shape of a tensor without elements: (n, 0, 0), or (0, -n, 0) if it is negative.
     """
 
     position: int
     dtype: torch.dtype | None
-    is_empty: bool = False
+    may_be_empty: bool = False
     as_shape: bool = False
 
 
@@ -90,15 +90,21 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
         return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8)
     if dtype is None:
         return torch.tensor
-    if one.is_empty:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
-        carried = _inward(Input(one.position, dtype)) or (lambda tensor: tensor)
-        # AOTAutograd hands None to a backward for the tokens of effects, which stand in the graph as empty tensors.
-        return lambda tensor: carried(torch.empty(0) if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device))
+    if one.may_be_empty:
+        carried = _inward(Input(one.position, dtype)) or torch.Tensor.contiguous
+        return lambda tensor: carried(_with_strides(tensor))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
     if dtype is torch.bool or dtype not in _NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
         return lambda tensor: tensor.contiguous().view(torch.uint8)
     return None
+
+
+def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor; a new one if it is empty: torch calls each of those contiguous, ONNX Runtime reads the strides."""
+    if tensor is None:  # AOTAutograd hands it to a backward for the tokens of effects, which stand in the graph as empty tensors
+        return torch.empty(0)
+    return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:

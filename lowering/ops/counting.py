@@ -7,12 +7,12 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, size
+from ort_backend.lowering.axes import length, refuse_empty
 from ort_backend.lowering.constants import as_int64, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
 from ort_backend.lowering.ops.running import running_sum
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
@@ -26,8 +26,7 @@ def repeat_interleave(op: Any, repeats: ir.Value, output_size: Size | None = Non
 
     Every repetition but an element's first has the number of the one before: the running sum of where elements end.
     """
-    if size(repeats, 0) == 0:
-        raise Unsupported("repetitions of zero-sized tensors")
+    refuse_empty("repetitions", repeats)
     ends = running_sum(op, typed(as_int64(op, repeats), ir.DataType.INT64, repeats.shape), 0)
     total = op.Slice(ends, int64s(op, [-1]), int64s(op, [2**63 - 1]), int64s(op, [0])) if output_size is None else as_vector(op, [output_size])
     marks = filled(op, op.Add(total, int64s(op, [1])), 0, ir.DataType.INT64)

@@ -71,16 +71,16 @@ def _on_diagonal(op: Any, value: ir.Value, whole: Sequence[Size], offset: int, d
     *outer, rows, columns = (whole[i] for i in order)
     count = length(op, value, rank(value) - 1)
     n, start = len(outer), _start(op, offset, columns)
-    cell = op.Reshape(value, as_vector(op, [*outer, count, 1]))
+    cell = op.Reshape(value, as_vector(op, [*outer, count, 1]), allowzero=1)
     width = _times(op, count, _plus(op, columns, 1))
-    row = op.Reshape(op.Pad(cell, as_vector(op, [0] * (n + 2) + [0] * (n + 1) + [columns])), as_vector(op, [*outer, width]))
+    row = op.Reshape(op.Pad(cell, as_vector(op, [0] * (n + 2) + [0] * (n + 1) + [columns])), as_vector(op, [*outer, width]), allowzero=1)
     total = _times(op, rows, columns)
     missing = _minus(op, _minus(op, total, start), width)
     # ONNX Runtime's Pad writes past its output where it extends one end of an axis and cuts the other (1.19.2).
     flat = op.Pad(row, as_vector(op, [0] * n + [start] + [0] * n + [_at_least_none(op, missing)]))
     if not isinstance(missing, int) or missing < 0:
         flat = op.Slice(flat, int64s(op, [0]), as_vector(op, [total]), int64s(op, [n]))
-    matrix = op.Reshape(flat, as_vector(op, [*outer, rows, columns]))
+    matrix = op.Reshape(flat, as_vector(op, [*outer, rows, columns]), allowzero=1)
     back = [order.index(i) for i in range(len(whole))]
     return matrix if back == sorted(back) else op.Transpose(matrix, perm=back)
 

@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.axes import length, rank, refuse_empty
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
@@ -131,8 +131,7 @@ class _Samples:
 def _samples(op: Any, image: ir.Value, grid: ir.Value, interpolation_mode: int, padding_mode: int, align_corners: bool) -> _Samples:
     if interpolation_mode == _CUBIC:
         raise Unsupported("cubic sampling: 16 gathers and as many scatters")
-    if any(part == 0 for part in [*image.shape, *grid.shape]):  # type: ignore[misc]
-        raise Unsupported("samples of zero-sized tensors")
+    refuse_empty("samples", image, grid)
     spatial = rank(image) - 2
     totals = [length(op, image, i) for i in range(2, 2 + spatial)]
     axes, slopes = [], []

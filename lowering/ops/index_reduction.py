@@ -8,11 +8,12 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import refuse_empty
 from ort_backend.lowering.constants import constant, scalar_like
 from ort_backend.lowering.dtypes import to_torch
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import put_rows
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
 
@@ -32,8 +33,7 @@ def _neutral(reduce: str, value: ir.Value) -> float | int:
 @register(aten.index_reduce.default)
 def index_reduce(op: Any, self: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduce: str, include_self: bool = True) -> ir.Value:
     """index_reduce(Tensor self, int dim, Tensor index, Tensor source, str reduce, *, bool include_self=True) -> Tensor"""
-    if any(part == 0 for part in (*self.shape, *index.shape, *source.shape)):  # type: ignore[misc]
-        raise Unsupported("reductions of zero-sized tensors")
+    refuse_empty("reductions", self, index, source)
     base = self
     if not include_self:
         base = typed(put_rows(op, self, dim, index, _filled(op, source, _neutral(reduce, self)), "none"), self.dtype, self.shape)

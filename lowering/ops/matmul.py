@@ -8,8 +8,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import may_be_zero, rank
 from ort_backend.lowering.constants import int64s, scalar_like
-from ort_backend.lowering.microsoft import microsoft
+from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
@@ -40,11 +41,26 @@ def _untransposed(value: ir.Value) -> tuple[ir.Value, bool]:
 def _matmul(op: Any, left: ir.Value, right: ir.Value) -> ir.Value:
     """left @ right. A sum over nothing is zero, which ONNX Runtime's MatMul leaves unwritten and its Gemm refuses (1.19.2)."""
     if left.shape[-1] != 0:  # type: ignore[index]
-        return op.MatMul(left, right)
+        return op.MatMul(*_summable(op, left, False, right, False))
     size = op.Shape(left, start=0, end=-1)
     if right.shape.rank() > 1:  # type: ignore[union-attr]
         size = op.Concat(size, op.Shape(right, start=-1), axis=0)
     return op.Expand(scalar_like(op, 0, left), size)
+
+
+def _summable(op: Any, left: ir.Value, trans_left: bool, right: ir.Value, trans_right: bool) -> tuple[ir.Value, ir.Value]:
+    """Both factors as they are, or with a zero more to sum over where there may be nothing: there are no tokens for some expert."""
+    at = -2 if trans_left else -1
+    if not may_be_zero(left.shape[at]):  # type: ignore[index]
+        return left, right
+    return _with_zeros(op, left, at), _with_zeros(op, right, -1 if trans_right or rank(right) == 1 else -2)
+
+
+def _with_zeros(op: Any, value: ir.Value, at: int) -> ir.Value:
+    pads = [0] * (2 * rank(value))
+    pads[at] = 1
+    shape = [None if i == at % rank(value) else part for i, part in enumerate(value.shape or ())]
+    return typed(op.Pad(value, int64s(op, pads)), value.dtype, shape)
 
 
 def _scaled(op: Any, tensor: ir.Value, factor: int | float | ir.Value) -> ir.Value:
@@ -72,7 +88,7 @@ def mm(op, self, mat2):
     """mm(Tensor self, Tensor mat2) -> Tensor"""
     (a, trans_a), (b, trans_b) = _untransposed(self), _untransposed(mat2)
     if _has_gemm(self) and (trans_a or trans_b):
-        return op.Gemm(a, b, transA=int(trans_a), transB=int(trans_b))
+        return op.Gemm(*_summable(op, a, trans_a, b, trans_b), transA=int(trans_a), transB=int(trans_b))
     return _matmul(op, self, mat2)
 
 
@@ -82,6 +98,7 @@ def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
     if not (_has_gemm(mat1) and _is_attribute(alpha, self) and _is_attribute(beta, self)):
         return _plus(op, self, mm(op, mat1, mat2), beta, alpha)
     (a, trans_a), (b, trans_b) = _untransposed(mat1), _untransposed(mat2)
+    a, b = _summable(op, a, trans_a, b, trans_b)
     attributes = {"alpha": float(alpha), "beta": float(beta), "transA": int(trans_a), "transB": int(trans_b)}
     return op.Gemm(a, b, **attributes) if _is_zero(beta) else op.Gemm(a, b, self, **attributes)
 
@@ -104,6 +121,7 @@ def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir
     if not (trans_a or trans_b) and alpha == 1 or left.shape[-1] == 0:  # type: ignore[index]
         return _matmul(op, left, right)
     like = ir.Value(type=left.type, shape=ir.Shape([*left.shape[:-1], right.shape[-1]]))  # type: ignore[index]
+    a, b = _summable(op, a, trans_a, b, trans_b)
     return microsoft(op, "FusedMatMul", a, b, like=like, transA=int(trans_a), transB=int(trans_b), alpha=float(alpha))
 
 

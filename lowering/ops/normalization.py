@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count
+from ort_backend.lowering.axes import element_count, refuse_empty
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.registry import Unsupported, register
@@ -295,8 +295,7 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
 
 
 def _grouped(op: Any, tensor: ir.Value, N: Any, group: int) -> ir.Value:
-    if any(size == 0 for size in tensor.shape):  # type: ignore[union-attr]
-        raise Unsupported("groups of zero-sized tensors")
+    refuse_empty("groups", tensor)
     grouped = reshape(op, tensor, [N, group, -1])
     return typed(grouped, tensor.dtype, [tensor.shape[0], group, None])  # type: ignore[index]
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.axes import length, rank, refuse_empty
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported, register
@@ -46,8 +46,7 @@ def _end(op: Any, start: int, count: Size, stride: int) -> Size:
 @register(aten.im2col.default)
 def im2col(op: Any, self: ir.Value, kernel_size: Sequence[int], dilation: Sequence[int], padding: Sequence[int], stride: Sequence[int]) -> ir.Value:
     """im2col(Tensor self, int[2] kernel_size, int[2] dilation, int[2] padding, int[2] stride) -> Tensor"""
-    if any(part == 0 for part in self.shape):  # type: ignore[union-attr]
-        raise Unsupported("patches of zero-sized tensors")
+    refuse_empty("patches", self)
     kernel, dilations, pads, strides = (_pair(numbers) for numbers in (kernel_size, dilation, padding, stride))
     ranks = rank(self)
     *lead, channels, height, width = (length(op, self, i) for i in range(ranks))
@@ -87,8 +86,7 @@ def col2im(
     """
     if any(isinstance(part, ir.Value) for part in output_size):
         raise Unsupported("patches added up to an image of a size that is not known")
-    if any(part == 0 for part in self.shape):  # type: ignore[union-attr]
-        raise Unsupported("patches of zero-sized tensors")
+    refuse_empty("patches", self)
     kernel, dilations, pads, strides = (_pair(numbers) for numbers in (kernel_size, dilation, padding, stride))
     area = kernel[0] * kernel[1]
     sizes: list[int] = [int(part) for part in output_size]  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ort_backend.lowering.axes import may_be_empty
 from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
@@ -27,7 +28,7 @@ def _like(value: ir.Value, other: ir.Value) -> ir.Value:
 
 
 def _has_steps(value: ir.Value) -> None:
-    if any(part == 0 for part in value.shape or ()):
+    if may_be_empty(value):
         raise Unsupported("a recurrent layer over nothing")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.axes import length, rank, refuse_empty
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.interpolation import nearest_rows, weights
 from ort_backend.lowering.microsoft import typed
@@ -48,8 +48,7 @@ def _resized(op: Any, value: ir.Value, at: int, matrix: np.ndarray) -> ir.Value:
 def along_axis(op: Any, value: ir.Value, at: int, matrix: ir.Value, transposed: ir.Value, new: Size) -> ir.Value:
     """`value` with axis `at` multiplied by a matrix, which is given both ways."""
     last = rank(value) - 1
-    if any(part == 0 for part in value.shape or ()):
-        raise Unsupported("matrix products of zero-sized tensors")
+    refuse_empty("matrix products", value)
     if at == last:
         made = op.MatMul(value, transposed)
     elif at == last - 1:

@@ -8,8 +8,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import rank
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.axes import rank, refuse_empty
+from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
 
@@ -27,8 +27,7 @@ def trilinear(
     unroll_dim: int = 1,
 ) -> ir.Value:
     """_trilinear(Tensor i1, Tensor i2, Tensor i3, int[] expand1, int[] expand2, int[] expand3, int[] sumdim, int unroll_dim=1) -> Tensor"""
-    if any(part == 0 for value in (i1, i2, i3) for part in value.shape):  # type: ignore[union-attr]
-        raise Unsupported("products of zero-sized tensors")
+    refuse_empty("products", i1, i2, i3)
     letters = "abcdefghijkl"[: rank(i1) + len(expand1)]
     terms = ["".join(letter for i, letter in enumerate(letters) if i not in expand) for expand in (expand1, expand2, expand3)]
     result = "".join(letter for i, letter in enumerate(letters) if i not in sumdim)

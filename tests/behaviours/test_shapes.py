@@ -170,6 +170,43 @@ def test_a_size_that_falls_to_zero() -> None:
         same_tree(step(x), function(x))
 
 
+OF_SOME_ROWS = {
+    "linear": lambda rows, w, b: F.linear(rows, w, b),
+    "gelu": lambda rows, w, b: F.gelu(F.linear(rows, w)),
+    "products": lambda rows, w, b: 2.5 * (rows.t() @ (rows * 2)),
+    "batches": lambda rows, w, b: torch.bmm(rows.t().expand(2, -1, -1), rows.expand(2, -1, -1)),
+    "dot": lambda rows, w, b: torch.dot(rows[:, 0], rows[:, 1]),
+    "layer_norm": lambda rows, w, b: F.layer_norm(rows, (4,), w[0], w[1]),
+    "group_norm": lambda rows, w, b: F.group_norm(rows, 1),
+    "conv": lambda rows, w, b: F.conv2d(rows.reshape(-1, 1, 2, 2), w.reshape(-1, 1, 2, 2)),
+    "transposed_conv": lambda rows, w, b: F.conv_transpose1d(rows[:, None], w[None]),
+    "cross_entropy": lambda rows, w, b: F.cross_entropy(rows, torch.zeros_like(rows[:, 0], dtype=torch.int64), reduction="sum"),
+    "sort": lambda rows, w, b: rows.sort(1)[0],
+}
+
+
+@pytest.mark.parametrize("rows", ["by_a_mask", "what_a_slice_leaves"])
+@pytest.mark.parametrize("function", OF_SOME_ROWS.values(), ids=OF_SOME_ROWS)
+def test_rows_of_which_there_may_be_none(function: Any, rows: str) -> None:
+    """As an expert sees them to which no token goes. Sums over nothing are 0, which some kernels leave unwritten, and others refuse."""
+
+    def some(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return function(x[x[:, 0] > 0] if rows == "by_a_mask" else x[3:], *rest)
+
+    w, b = (tensor(*size).requires_grad_() for size in ((6, 4), (6,)))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), on_ort(graphs=1 if rows == "by_a_mask" else None, python_ops=None):
+        step = compiled(some, dynamic=rows != "by_a_mask")
+        for count in (5, 0, 3, 0):
+            x = tensor(8 if rows == "by_a_mask" else 3 + count, 4).detach()
+            x[:, 0] = torch.where(torch.arange(len(x)) < count, 0.5, -0.5)
+            x.requires_grad_()
+            results = []
+            for side in (step, some):
+                made = side(x, w, b)
+                results.append((made, *torch.autograd.grad(made.sin().sum(), (x, w, b), allow_unused=True, materialize_grads=True)))
+            same_tree(*results)
+
+
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_a_number_of_elements_that_depends_on_values() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,6 @@ GAPS: tuple[Gap, ...] = (
     Gap("the kernels' attributes need a size that is symbolic: the channels'", ("*batch_norm*",), "unknown number of channels"),
     Gap("likewise the windows'", ("convolution", "convolution_backward"), "a kernel of unknown size"),
     Gap("addresses memory by strides, of a part of a larger tensor", ("as_strided*",), "not contiguous, or part of a larger tensor"),
-    Gap("kernels that divide by the number of elements, or scatter what has none", ("*",), "is not for a tensor without elements"),
     Gap("8-bit floats stay with PyTorch: the CPU provider has no kernels for them", ("*",), "torch.float8"),
     Gap("a random draw from a distribution that the graph computes is made when it is known", ("*",), "a random draw that cannot be made before"),
     Gap("a special function without an ONNX operator or a short formula", ("special_*", "igamma", "igammac")),
