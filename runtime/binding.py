@@ -109,18 +109,16 @@ def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:
     """A function from an `OrtValueVector` of fetches and the callable's arguments to its results."""
-    plan = [(one, _outward(one.dtype), one.permutation) for one in outputs]
+    plan = [(one, _outward(one)) for one in outputs]
     views = [(i, one) for i, one in enumerate(outputs) if one.source == "result view"]
 
     def fetch(values: Any, args: Sequence[Any]) -> list[Any]:
         tensors = values.to_dlpacks(_from_dlpack)
         results: list[Any] = []
-        for output, convert, permutation in plan:
+        for output, convert in plan:
             if output.source == "fetch":
                 result = tensors[output.index]
-                if convert is not None:
-                    result = convert(result)
-                results.append(result if permutation is None else result.permute(permutation))
+                results.append(result if convert is None else convert(result))
             elif output.source == "argument view":
                 results.append(output.value(args[output.index], args))
             else:
@@ -138,7 +136,7 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     It takes the shape of each output of the ONNX graph, fills an empty `OrtValueVector` with the memory for them, and returns the results,
     as `fetcher` would: `outputs` are all fetches of tensors, and name every output of the graph.
     """
-    plan = [(one.index, _outward(one.dtype), one.permutation) for one in outputs]
+    plan = [(one.index, _outward(one)) for one in outputs]
     carried = {one.index: _carrying(one.dtype) for one in outputs}
     kinds = [(*carried[i], device) for i, device in enumerate(devices)]
 
@@ -148,11 +146,7 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
             tensor = torch.empty(shape, dtype=dtype, device=device)
             fetches.push_back(_to_dlpack(tensor), is_bool)
             memory.append(tensor)
-        results = []
-        for index, convert, permutation in plan:
-            result = memory[index] if convert is None else convert(memory[index])
-            results.append(result if permutation is None else result.permute(permutation))
-        return results
+        return [memory[index] if convert is None else convert(memory[index]) for index, convert in plan]
 
     return allocate
 
@@ -165,11 +159,17 @@ def _carrying(dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     return (dtype, False) if dtype in _NATIVE and dtype is not torch.bool else (torch.uint8, dtype is torch.bool)
 
 
-def _outward(dtype: torch.dtype | None) -> Callable[[torch.Tensor], Any] | None:
+def _outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
+    """Makes the result of a fetched tensor. `detach`, as autograd forbids to write to a view that was taken where no gradients are recorded."""
+    dtype, order = output.dtype, output.permutation
     if dtype is None:
         return torch.Tensor.item
     if dtype.is_complex:
-        return torch.view_as_complex
+        return lambda tensor: _permuted(torch.view_as_complex(tensor), order).detach()
     if dtype is torch.bool or dtype not in _NATIVE:
-        return lambda tensor: tensor.view(dtype)
-    return None
+        return lambda tensor: _permuted(tensor.view(dtype), order).detach()
+    return None if order is None else lambda tensor: tensor.permute(order).detach()
+
+
+def _permuted(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    return tensor if order is None else tensor.permute(order)

@@ -174,3 +174,30 @@ def test_an_output_written_to_by_the_user_later() -> None:
             found.append((leaf, other.detach()))
     same_gradients([found[0][0]], [found[1][0]])
     same_tree(found[0][1], found[1][1])
+
+
+WRITTEN_LATER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in_order": lambda x: x * 2,
+    "transposed": lambda x: (x * 2).mT + 1,
+    "channels_last": lambda x: nn.functional.conv2d(x.to(memory_format=torch.channels_last), torch.ones(2, 2, 1, 1)),
+    "permuted_without_gradients": lambda x: torch.zeros(4, 2, 2, 4).permute(1, 2, 3, 0) + 1,
+    "complex": lambda x: torch.fft.rfft2(x),
+    "complex_without_gradients": lambda x: torch.zeros(2, 2, 4, 4, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN_LATER)
+def test_a_result_of_any_memory_order_or_dtype_written_to_later(kind: str) -> None:
+    """Autograd forbids writes to a view that was taken where no gradients are recorded."""
+    x = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    found = []
+    with on_ort(graphs=1, idle=True):
+        for side in (compiled(WRITTEN_LATER[kind]), WRITTEN_LATER[kind]):
+            leaf, scale = twin(x.requires_grad_()), torch.ones(4, requires_grad=True)
+            result = side(leaf)
+            result[..., 0] = result[..., 1] * 3
+            result.mul_(scale[: result.shape[-1]])
+            (result.abs() + leaf.sum()).sum().backward()
+            found.append(([leaf, scale], result.detach()))
+    same_gradients(found[0][0], found[1][0])
+    same_tree(found[0][1], found[1][1])
