@@ -72,8 +72,7 @@ class Results:
         key = (value, permutation, root(node, through_copies=False))
         if key not in self._fetches:
             self._fetches[key] = len(self.values)
-            is_copy = any(value is fetched for fetched in self.values)
-            self.values.append(self._lowering.fresh(value, fake) if is_copy else self._outgoing(value, fake, permutation))
+            self.values.append(self._outgoing(value, fake, permutation))
             self.nodes.append(node)
         restored = None if permutation is None else _inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
@@ -94,7 +93,8 @@ class Results:
         """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
         if permutation is not None:
             return self._lowering.transpose(value, permutation)
-        return value if value.producer() is not None and not self._is_tangent(value) else self._lowering.fresh(value, fake)
+        is_copy = any(value is fetched for fetched in self.values)
+        return self._lowering.fresh(value, fake) if is_copy or value.producer() is None or self._is_tangent(value) else value
 
     @staticmethod
     def _is_tangent(value: Any) -> bool:

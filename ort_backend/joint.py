@@ -147,10 +147,13 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
     gradients, nodes = add_outputs(lowering, partition.gradients, partition.tangents)
     if not nodes:  # a session needs an output
-        tangent = partition.tangents[0]
-        value = lowering.fresh(lowering.value(tangent), tangent.meta["val"])
+        if partition.tangents:
+            nodes = [partition.tangents[0]]
+            value = lowering.fresh(lowering.value(nodes[0]), nodes[0].meta["val"])
+        else:  # all results are views that the user took without gradients
+            nodes = [next(node for node in partition.primals if isinstance(node.meta["val"], torch.Tensor))]
+            value = lowering.placeholder_of_dtype(nodes[0])
         lowering.add_output(value)
-        nodes = [tangent]
     return gradients, nodes
 
 

@@ -247,6 +247,9 @@ COPIES: dict[str, Any] = {
     "times_one": lambda h: (h, h * 1, h + 0),
     "reshape_of_clone": lambda h: (h, h.clone().view(-1)),
     "copy": lambda h: (h, torch.empty_like(h).copy_(h)),
+    "in_another_order": lambda h: (h, h.mT.contiguous().mT),
+    "in_another_order_first": lambda h: (h.mT.contiguous().mT, h),
+    "in_two_orders": lambda h: (h.mT.contiguous(), h.mT.contiguous().mT, h.mT.contiguous().mT, h),
 }
 
 
@@ -286,3 +289,23 @@ def test_a_detached_result_before_itself() -> None:
         return hidden.detach(), hidden
 
     same_as_eager(function, call(A), graphs=1)
+
+
+def test_views_without_gradients_of_what_has_some() -> None:
+    """Such a view requires gradients, as its base does, and passes none on: there is nothing for a backward to do."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        largest, index = (x * y).max(0)
+        with torch.no_grad():
+            return largest.view(-1), index
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            leaves = twin(A), twin(B)
+            result, index = side(*leaves)
+            assert result.requires_grad
+            result.sum().backward()
+            assert leaves[0].grad is None and leaves[1].grad is None
+            found.append((result.detach(), index))
+    same_tree(*found)
