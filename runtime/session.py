@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -194,7 +195,9 @@ class Session:
             or SessionError(f"ONNX Runtime failed in graph {self._name!r}: {error}" + (f"\n  at {where}" if where else ""))
         )
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the modules are empty by then
+            return
         for registration in getattr(self, "_registrations", ()):
             registration.release()
         if getattr(self, "_open", None) is not None:
