@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import types
@@ -206,6 +207,13 @@ class Site:
         plain = {position for position, _ in self._plain}
         self._other = [i for i, arg in enumerate(template) if i not in plain and any(map(stands_for, pytree.tree_leaves(arg, is_leaf=stands_for)))]
         SITES[self.id] = self
+
+    def again(self) -> Site:
+        """The same call at another place of the program."""
+        made = copy.copy(self)
+        made.id = next(_ids)
+        SITES[made.id] = made
+        return made
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, 
 from ort_backend.lowering.composites import whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
+from ort_backend.lowering.nested_regions import inline_regions
 from ort_backend.options import NO_CUDA_GRAPHS, CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
@@ -68,6 +69,7 @@ def ort_training(
     if mode is not None:
         raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()
+    inline_regions(gm)
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
     traced = traced_function.make_opaque(gm) if settings.autograd_functions == "opaque" and not HAS_HOOK else 0
