@@ -29,6 +29,7 @@ class JointPartition:
         outputs: The forward's results: nodes and constants.
         gradients: The backward's results: nodes and None.
         saved_primals: Indices of primals whose memory the backward reads, directly or through views.
+        copied: Nodes that the backward reads, and that lie in copies which the program makes of primals: AOTAutograd does of those it writes to.
         replayed: Indices of primals on which the backward depends at all.
         depends_on: For each gradient, the indices of the tangents that it depends on.
     """
@@ -41,6 +42,7 @@ class JointPartition:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     saved_primals: tuple[int, ...]
+    copied: tuple[fx.Node, ...]
     replayed: tuple[int, ...]
     depends_on: tuple[frozenset[int], ...]
 
@@ -66,7 +68,9 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     forward = [node for node in calls if node in needed]
     backward = [node for node in calls if node in alive and node not in needed]
 
-    read = _read(backward, gradients)
+    taken = _taken(backward, gradients)
+    copied = {node for node in taken if node in needed and _is_copied(node)}
+    read = {root(node) for node in taken - copied}
     reached = ancestors(list(backward))
     return JointPartition(
         primals=tuple(primals),
@@ -77,6 +81,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         outputs=tuple(outputs),
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
+        copied=tuple(node for node in forward if node in copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
         depends_on=dependencies(calls, tangents, gradients),
     )
@@ -125,12 +130,19 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _read(backward: Iterable[fx.Node], gradients: Sequence[Any]) -> set[fx.Node]:
-    """Roots of everything that backward nodes take from the forward side, or that is returned as a gradient directly."""
+def _taken(backward: Iterable[fx.Node], gradients: Sequence[Any]) -> set[fx.Node]:
+    """Everything that backward nodes take from the forward side, or that is returned as a gradient directly."""
     inside = set(backward)
-    taken = [source for node in inside for source in node.all_input_nodes if source not in inside]
-    taken += [node for node in gradients if isinstance(node, fx.Node) and node not in inside]
-    return {root(node) for node in taken}
+    taken = {source for node in inside for source in node.all_input_nodes if source not in inside}
+    return taken | {node for node in gradients if isinstance(node, fx.Node) and node not in inside}
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether a real tensor lies in a copy of a placeholder, in the placeholder's own memory order."""
+    if not _is_tensor(node) or node.meta["val"].is_complex():
+        return False
+    base = root(node, through_copies=False)
+    return base.target is aten.clone.default and not base.kwargs and base.args[0].op == "placeholder"  # type: ignore[union-attr]
 
 
 def descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.Node]:

@@ -136,6 +136,10 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
             nodes.append(tangent)
             match = len(values) - 1
         partners.append(match)
+    for node in partition.copied:  # the lowering left the copy out; what has an output of its own lies in memory of its own
+        values.append(lowering.fresh(lowering.value(node), node.meta["val"]))
+        nodes.append(node)
+        lowering.bind(node, values[-1])
     if (last := lowering.last_python) is not None and last not in values:
         # The user's Python runs in the forward, also where nothing uses its results.
         values.append(last)

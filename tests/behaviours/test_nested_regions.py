@@ -93,7 +93,7 @@ def test_a_torch_that_cannot_inline_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         return gm.forward
 
     torch._dynamo.reset()
-    torch.compile(_outer, backend=keep)(A)
+    torch.compile(lambda x: _outer(_outer(x)), backend=keep)(A)
     monkeypatch.setitem(sys.modules, "torch._higher_order_ops.passes.inline_invoke_subgraph", None)
     with pytest.raises(LoweringError, match="nested_compile_region: torch .* leave the decorator out"):
         inline_regions(graphs[0])
