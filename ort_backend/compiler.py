@@ -69,6 +69,11 @@ def ort_training(
     if mode is not None:
         raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()
+    if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):  # so are the graphs of compiled autograd called, and no others
+        raise LoweringError(
+            "torch._dynamo.config.compiled_autograd: it traces the operators of each backward, which are the second half of an ONNX Runtime session "
+            "here; turn it off, the backward is compiled already"
+        )
     inline_regions(gm)
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
@@ -132,12 +137,12 @@ class _Compilation:
         """AOTAutograd's `fw_compiler`."""
         assert self._training is not None
         _keep_saved_tensors()
-        return boxed(self._own_python(self._training.forward))
+        return boxed(self._training.forward)
 
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `bw_compiler`, called at the first backward."""
         assert self._training is not None
-        return boxed(self._own_python(self._training.backward))
+        return boxed(self._training.backward)
 
     # A graph without gradients.
 
@@ -146,14 +151,14 @@ class _Compilation:
         with self._phase("lowering"):
             module = run_fx_passes(self.settings.fx_passes, module)
         if not self.target.whole_graphs:
-            return boxed(self._own_python(self._region_graph(module, "", self._counts.ran_forward)))
+            return boxed(self._region_graph(module, "", self._counts.ran_forward))
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(module)
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
         session = self._session(lowered, self.dump) if plan.fetch_devices else None
         self._content = lowered.content
-        return boxed(self._own_python(InferenceGraph(session, plan, self._counts)))
+        return boxed(InferenceGraph(session, plan, self._counts))
 
     # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 
@@ -207,10 +212,6 @@ class _Compilation:
         with self._compilation.phase(name), unset_fake_temporarily():
             yield
         self._seconds[name] += time.perf_counter() - started
-
-    def _own_python(self, half: Boxed) -> Boxed:
-        """`half` of a graph; where users' Functions run in it, Dynamo does not compile their Python once more."""
-        return torch.compiler.disable(half) if self._has_functions else half
 
     @property
     def _has_functions(self) -> bool:
@@ -277,12 +278,16 @@ def _keep_saved_tensors() -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """A function that AOTAutograd calls with one list, which the function may empty."""
+    """A function that AOTAutograd calls with one list, which the function may empty.
 
+    Dynamo compiles neither this Python nor that of users' Functions: it would where a whole training step is compiled, and the backward runs in it.
+    """
+
+    @torch.compiler.disable
     def call(args: list[Any]) -> Any:
         return function(args)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True
     return call
 
 

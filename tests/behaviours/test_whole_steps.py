@@ -1,0 +1,62 @@
+"""A whole training step under `torch.compile`: Dynamo breaks the graph at the backward, which then runs while Dynamo looks on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import compiled, on_ort, same_tree
+from torch import nn
+
+from ort_backend.errors import LoweringError
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def _trained(make: Callable[[Callable[..., Any]], Callable[..., Any]], with_function: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        made = model(Cubed.apply(x) if with_function else x)
+        loss = made.square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    one = make(step)
+    losses = [one(torch.randn(4, 6).requires_grad_(with_function)) for _ in range(4)]
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+
+def _broken(step: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(step, fullgraph=False)
+
+
+@pytest.mark.parametrize("with_function", [False, True])
+def test_a_whole_step(with_function: bool) -> None:
+    with on_ort(python_ops=None, idle=True) as ran:
+        made = _trained(_broken, with_function)
+    assert sum(graph.counts.backward for graph in ran.graphs) == 4
+    same_tree(made, _trained(lambda step: step, with_function))
+
+
+def test_compiled_autograd_is_an_error_that_says_so() -> None:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(Exception, match="compiled_autograd: it traces") as caught:
+        _trained(_broken, False)
+    assert isinstance(getattr(caught.value, "inner_exception", caught.value), LoweringError)
