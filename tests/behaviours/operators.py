@@ -44,3 +44,16 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 cube.register_autograd(lambda ctx, grad: (cube_backward(grad, ctx.saved_tensors[0], ctx.scale), None), setup_context=_save)
 BOTH = ["behaviours::cube", "behaviours::cube_backward"]
+
+
+class Cubed(torch.autograd.Function):
+    """x^3, whose backward needs what the forward saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * grad

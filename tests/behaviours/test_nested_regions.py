@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager
+from behaviours.operators import Cubed
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,19 +20,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch._higher_order_ops.passes") is None, reason="this torch has no pass that inlines regions"
 )
 A, B = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in (0, 1))
-
-
-class Tripled(torch.autograd.Function):
-    """Its gradient is not the one of what it computes, and needs what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 3 * ctx.saved_tensors[0] * grad
 
 
 class Block(nn.Module):
@@ -65,8 +53,8 @@ def _some_rows(x: torch.Tensor, count: int) -> tuple[torch.Tensor, int]:
 
 
 @torch.compiler.nested_compile_region
-def _tripled(x: torch.Tensor) -> torch.Tensor:
-    return Tripled.apply(x) + 1
+def _cubed(x: torch.Tensor) -> torch.Tensor:
+    return Cubed.apply(x) + 1
 
 
 def test_regions_in_regions() -> None:
@@ -78,7 +66,7 @@ def test_a_region_with_numbers() -> None:
 
 
 def test_a_function_in_a_region_that_is_called_twice() -> None:
-    same_as_eager(lambda x: _tripled(_tripled(x)), call(A), call(B), graphs=1)
+    same_as_eager(lambda x: _cubed(_cubed(x)), call(A), call(B), graphs=1)
 
 
 def test_a_checkpointed_region() -> None:

@@ -8,20 +8,10 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree
+from behaviours.operators import Cubed
 from torch import nn
 
 from ort_backend.errors import LoweringError
-
-
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
 def _trained(make: Callable[[Callable[..., Any]], Callable[..., Any]], with_function: bool) -> list[torch.Tensor]:
