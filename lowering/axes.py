@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ort_backend.lowering import symbolic
 from ort_backend.lowering.registry import Unsupported
-from ort_backend.lowering.symbolic import Size, size_of
+from ort_backend.lowering.symbolic import SymbolicSize, size_of
 
 
 def rank(tensor: ir.Value) -> int:
@@ -34,8 +34,8 @@ def axes(tensor: ir.Value, dim: int | Sequence[int] | None) -> list[int]:
 
 
 def may_be_zero(part: int | ir.SymbolicDim) -> bool:
-    """Whether a dimension may have no elements: it is 0, is what a slice leaves of a changing size, or depends on values (rows under a mask)."""
-    return part == 0 or (isinstance(part, Size) and not statically_known_true(part.size > 0))
+    """`symbolic.may_be_zero` of a dimension; one of which only the name is known counts as no."""
+    return part == 0 or (isinstance(part, SymbolicSize) and symbolic.may_be_zero(part.size))
 
 
 def may_be_empty(*tensors: ir.Value) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ort_backend.lowering.symbolic import may_be_zero
 
 # Kernels that go wrong where nothing is, and the dimensions that count. ConvGrad and TopK divide by a number of elements, which ends the
 # process (1.19.2). Conv, as the gradient of a weight, does not write a sum over an empty batch (1.19.2 and 1.31.1).
@@ -18,7 +19,7 @@ def not_for_empty(node: fx.Node, written: Iterable[ir.Node]) -> str | None:
     """The kind of ONNX node among those `written` for `node` that may not see an empty tensor, where one of the node's may be; else None."""
     for new in written:
         dims = _REFUSED.get(new.op_type)
-        if dims is not None and any(not statically_known_true(size > 0) for fake in _tensors(node) for size in fake.shape[dims]):
+        if dims is not None and any(may_be_zero(size) for fake in _tensors(node) for size in fake.shape[dims]):
             return new.op_type
     return None
 

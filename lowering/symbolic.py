@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ort_backend.lowering.constants import constant, int64s
 
@@ -35,7 +36,12 @@ def hint(size: int | torch.SymInt) -> int:
     return 1 if size.node.hint is None else size.node.hint
 
 
-class Size(ir.SymbolicDim):
+def may_be_zero(size: int | torch.SymInt) -> bool:
+    """Whether a size may be 0: what a slice leaves of a changing one, or one that depends on values (rows under a mask), beside 0 itself."""
+    return not statically_known_true(size > 0)
+
+
+class SymbolicSize(ir.SymbolicDim):
     """A dimension of a dynamic shape under its expression's name, with what torch knows of it.
 
     Attributes:
@@ -54,9 +60,9 @@ def shape(sizes: Sequence[int | torch.SymInt], extra: tuple[int, ...] = ()) -> i
     return ir.Shape([*map(_size, sizes), *extra])
 
 
-def _size(size: int | torch.SymInt) -> int | Size:
+def _size(size: int | torch.SymInt) -> int | SymbolicSize:
     name = dim(size)
-    return Size(size, name) if isinstance(size, torch.SymInt) and isinstance(name, str) else int(name)
+    return SymbolicSize(size, name) if isinstance(size, torch.SymInt) and isinstance(name, str) else int(name)
 
 
 def name_of(size: Number) -> int | str | None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import root
+from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output
 
@@ -39,7 +39,7 @@ def input_of(position: int, fake: Any, *, as_shape: bool = False) -> Input:
     """The input for a tensor or number like `fake` at that place among the arguments; `as_shape`: `GraphLowering.add_input`'s form of integers."""
     if not isinstance(fake, torch.Tensor):
         return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
-    return Input(position, fake.dtype, may_be_empty=any(not statically_known_true(size > 0) for size in fake.shape))
+    return Input(position, fake.dtype, may_be_empty=any(map(may_be_zero, fake.shape)))
 
 
 class Results:
