@@ -38,16 +38,12 @@ def may_be_zero(part: int | ir.SymbolicDim) -> bool:
     return part == 0 or (isinstance(part, SymbolicSize) and symbolic.may_be_zero(part.size))
 
 
-def may_be_empty(*tensors: ir.Value) -> bool:
-    """Whether one of the tensors may have no elements."""
-    return any(may_be_zero(part) for tensor in tensors for part in tensor.shape or ())
-
-
 def refuse_empty(what: str, *tensors: ir.Value) -> None:
     """Raises Unsupported where one of the tensors may have no elements."""
-    if any(part == 0 for tensor in tensors for part in tensor.shape or ()):
+    parts = [part for tensor in tensors for part in tensor.shape or ()]
+    if 0 in parts:
         raise Unsupported(f"{what} of zero-sized tensors")
-    if may_be_empty(*tensors):
+    if any(map(may_be_zero, parts)):
         raise Unsupported(f"{what} of tensors that may be zero-sized")
 
 

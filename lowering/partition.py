@@ -69,8 +69,8 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     backward = [node for node in calls if node in alive and node not in needed]
 
     taken = _taken(backward, gradients)
-    copied = {node for node in taken if node in needed and _is_copied(node)}
-    read = {root(node) for node in taken - copied}
+    copied = [node for node in forward if node in taken and _is_copied(node)]
+    read = {root(node) for node in taken.difference(copied)}
     reached = ancestors(list(backward))
     return JointPartition(
         primals=tuple(primals),
@@ -81,7 +81,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         outputs=tuple(outputs),
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
-        copied=tuple(node for node in forward if node in copied),
+        copied=tuple(copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
         depends_on=dependencies(calls, tangents, gradients),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count, length, may_be_empty, size
+from ort_backend.lowering.axes import element_count, length, refuse_empty, size
 from ort_backend.lowering.constants import as_int64, constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
@@ -92,8 +92,7 @@ def embedding_bag(
 
     The results beside the first are those of PyTorch's kernel: in mode sum it counts nothing, and mostly numbers no samples.
     """
-    if may_be_empty(indices):
-        raise Unsupported("bags of zero-sized tensors")
+    refuse_empty("bags", indices)
     count, width = _plus(op, length(op, offsets, 0), -1 if include_last_offset else 0), length(op, weight, 1)
     every = _bag_of_each(op, indices, offsets)
     bags = _without_padding(op, every, indices, padding_idx, count)
@@ -163,8 +162,9 @@ def embedding_bag_backward(
     """_embedding_bag_backward(Tensor grad, Tensor indices, Tensor offsets, Tensor offset2bag, Tensor bag_size, Tensor maximum_indices,
     SymInt num_weights, bool scale_grad_by_freq, int mode, bool sparse, Tensor? per_sample_weights, int padding_idx=-1) -> Tensor
     """
-    if sparse or may_be_empty(indices):
-        raise Unsupported("a sparse gradient, or bags of zero-sized tensors")
+    if sparse:
+        raise Unsupported("a sparse gradient")
+    refuse_empty("bags", indices)
     if scale_grad_by_freq and mode != _MAX:
         raise Unsupported("PyTorch's kernel divides by the frequency of another index")
     assert grad.dtype is not None
@@ -201,7 +201,6 @@ def embedding_bag_per_sample_weights_backward(
     """_embedding_bag_per_sample_weights_backward(Tensor grad, Tensor weight, Tensor indices, Tensor offsets, Tensor offset2bag, int mode,
     int padding_idx=-1) -> Tensor
     """
-    if may_be_empty(indices):
-        raise Unsupported("bags of zero-sized tensors")
+    refuse_empty("bags", indices)
     rows = _of_samples(op, grad, indices, offsets, None, padding_idx)
     return op.ReduceSum(op.Mul(rows, op.Gather(weight, indices, axis=0)), int64s(op, [1]), keepdims=0)

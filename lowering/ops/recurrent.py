@@ -11,11 +11,11 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ort_backend.lowering.axes import may_be_empty
+from ort_backend.lowering.axes import refuse_empty
 from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.scan import Body, scan
 
 
@@ -25,11 +25,6 @@ def _zeros(op: Any, like: ir.Value) -> ir.Value:
 
 def _like(value: ir.Value, other: ir.Value) -> ir.Value:
     return typed(value, other.dtype, other.shape)
-
-
-def _has_steps(value: ir.Value) -> None:
-    if may_be_empty(value):
-        raise Unsupported("a recurrent layer over nothing")
 
 
 def _previous(op: Any, states: ir.Value, initial: ir.Value, reverse: bool) -> ir.Value:
@@ -53,7 +48,7 @@ def _flat(op: Any, value: ir.Value) -> ir.Value:
 @register(LSTM)
 def lstm_steps(op, gx, h0, c0, w_hh, reverse):
     """lstm_steps(Tensor gx, Tensor h0, Tensor c0, Tensor w_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"""
-    _has_steps(gx)
+    refuse_empty("recurrent layers", gx)
 
     def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         h, c = states
@@ -71,7 +66,7 @@ def lstm_steps_backward(op, dy, dc, c0, w_hh, cells, i, f, g, o, reverse):
     """lstm_steps_backward(Tensor dy, Tensor dc, Tensor c0, Tensor w_hh, Tensor cells, Tensor i, Tensor f, Tensor g, Tensor o, bool reverse)
     -> (Tensor, Tensor, Tensor)
     """
-    _has_steps(dy)
+    refuse_empty("recurrent layers", dy)
     bent = op.Tanh(cells)
     slopes = [
         op.Mul(o, _flat(op, bent)),
@@ -98,7 +93,7 @@ def lstm_steps_backward(op, dy, dc, c0, w_hh, cells, i, f, g, o, reverse):
 @register(GRU)
 def gru_steps(op, gx, h0, w_hh, b_hh, reverse):
     """gru_steps(Tensor gx, Tensor h0, Tensor w_hh, Tensor? b_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"""
-    _has_steps(gx)
+    refuse_empty("recurrent layers", gx)
 
     def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         (h,) = states
@@ -118,7 +113,7 @@ def gru_steps_backward(op, dy, h0, w_hh, y, r, z, n, q, reverse):
     """gru_steps_backward(Tensor dy, Tensor h0, Tensor w_hh, Tensor y, Tensor r, Tensor z, Tensor n, Tensor q, bool reverse)
     -> (Tensor, Tensor, Tensor)
     """
-    _has_steps(dy)
+    refuse_empty("recurrent layers", dy)
     of_new = op.Mul(op.Sub(scalar_like(op, 1.0, z), z), _flat(op, n))
     of_reset = op.Mul(op.Mul(of_new, q), _bent(op, r))
     of_update = op.Mul(op.Sub(_previous(op, y, h0, reverse), n), _bent(op, z))
@@ -138,7 +133,7 @@ def gru_steps_backward(op, dy, h0, w_hh, y, r, z, n, q, reverse):
 @register(RNN)
 def rnn_steps(op, gx, h0, w_hh, relu, reverse):
     """rnn_steps(Tensor gx, Tensor h0, Tensor w_hh, bool relu, bool reverse) -> Tensor"""
-    _has_steps(gx)
+    refuse_empty("recurrent layers", gx)
 
     def step(body: Body, states: list[ir.Value], rows: list[ir.Value], weights: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
         h = body("Relu" if relu else "Tanh", body("Gemm", states[0], weights[0], rows[0], transB=1))
@@ -150,7 +145,7 @@ def rnn_steps(op, gx, h0, w_hh, relu, reverse):
 @register(RNN_BACKWARD)
 def rnn_steps_backward(op, dy, w_hh, y, relu, reverse):
     """rnn_steps_backward(Tensor dy, Tensor w_hh, Tensor y, bool relu, bool reverse) -> (Tensor, Tensor)"""
-    _has_steps(dy)
+    refuse_empty("recurrent layers", dy)
     slope = op.Cast(op.Greater(y, scalar_like(op, 0.0, y)), to=y.dtype) if relu else _flat(op, y)
     first = op.Squeeze(op.Slice(y, int64s(op, [0]), int64s(op, [1]), int64s(op, [0])), int64s(op, [0]))
     nothing = _zeros(op, typed(first, y.dtype, y.shape[1:]))
