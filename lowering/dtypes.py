@@ -24,6 +24,7 @@ _PAIRS = (
     (torch.bool, ir.DataType.BOOL),
 )
 _TO_IR = dict(_PAIRS)
+NATIVE = frozenset(_TO_IR)  # the torch dtypes that ONNX has
 _TO_TORCH = {ir_dtype: dtype for dtype, ir_dtype in _PAIRS}
 
 # Kernels of ONNX Runtime's CPU provider compute in these types only; others are cast in and out (as PyTorch's own CPU kernels do).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +13,19 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.constants import constant
-from ort_backend.lowering.dtypes import Carrier, carrier
+from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
+from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.memory_order import READS_STRIDES, arranged, order_of
 from ort_backend.target import RELEASE
 
 MS = "com.microsoft"
 _UNUSED = -1
 _names = itertools.count()
+
+_CHOSEN_FOR_SPEED = {key.split()[0] for key in FASTER_IN_PYTORCH}
+
+# A contiguous tensor of these is its own carrier. DLPack hands bool tensors over as bytes.
+_AS_THEY_ARE = frozenset(dtype for dtype in NATIVE if dtype != torch.bool)
 
 
 @dataclasses.dataclass
@@ -39,6 +46,8 @@ class PythonCall:
 
 def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as ONNX carries it: contiguous, real, of a dtype that ONNX has. Copies only what is not contiguous."""
+    if tensor.dtype in _AS_THEY_ARE and tensor.is_contiguous() and tensor.numel() and not tensor.is_neg():
+        return tensor
     if tensor.numel() == 0:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if tensor.is_complex():
@@ -66,6 +75,11 @@ class _TensorSlot:
     dtype: torch.dtype | None  # None: a number
     order: tuple[int, ...] | None = None  # of its dimensions in memory, where that matters
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor that arrives is the argument."""
+        return self.dtype in _AS_THEY_ARE and self.order is None
+
 
 def _draws(target: Any) -> bool:
     """Whether an operator draws random numbers, which go into memory in its order: that of eager's tensors."""
@@ -76,35 +90,63 @@ def _draws(target: Any) -> bool:
 def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
+    Each step calls it between large products, which leave nothing of it in the processor's caches: what little it does beside `target` counts.
+
     `declared` says which of `target`'s results the node has an output for; an operator may return None there (an unused workspace).
     """
-    rebuild = _rebuilder(spec, len(constants))
+    fill = _filler(spec, constants, slots)
     wanted = [i for i, is_declared in enumerate(declared) if is_declared]
+    is_fresh = _returns_new_memory(target)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        flat = list(constants)
-        for slot, tensor in zip(slots, tensors, strict=True):
-            if slot.position != _UNUSED:
-                flat[slot.position] = _arrive(slot, tensor)
-        args, kwargs = rebuild(flat)
-        with torch.no_grad():
-            result = target(*args, **kwargs)
+        args, kwargs = fill(tensors)
+        result = target(*args, **kwargs)
         results = result if isinstance(result, (tuple, list)) else (result,)
-        mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        carried = [to_carrier(_as_tensor(results[i])) for i in wanted]
+        if is_fresh:
+            return carried
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
-        return [_own(to_carrier(_as_tensor(results[i])), mine) for i in wanted]
+        mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        return [_own(one, mine) for one in carried]
 
     return PythonCall(f"{title}#{next(_names)}", title, run)
 
 
-def _rebuilder(spec: Any, count: int) -> Callable[[list[Any]], tuple[Any, Any]]:
-    """`tree_unflatten` for one structure: it walks over every leaf, which takes as long as a small kernel where no argument is a list."""
-    args, kwargs = torch.utils._pytree.tree_unflatten(list(range(count)), spec)
-    names = list(kwargs)
-    if [*args, *kwargs.values()] != list(range(count)):
-        return lambda flat: torch.utils._pytree.tree_unflatten(flat, spec)
-    positional = len(args)
-    return lambda flat: (flat[:positional], dict(zip(names, flat[positional:])))
+def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
+    """Puts tensors into their slots among the constants: positional and named arguments.
+
+    `tree_unflatten` walks over every leaf; it does so once where every slot is a positional argument of its own, and in each call where not.
+    """
+    leaves = list(constants)
+    for slot in slots:
+        if slot.position != _UNUSED:
+            leaves[slot.position] = slot
+    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
+    places = [i for i, argument in enumerate(args) if isinstance(argument, _TensorSlot)]
+    arrivals = [None if slot.is_plain else functools.partial(_arrive, slot) for slot in slots]
+
+    def by_position(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        filled = list(args)
+        for place, arrive, tensor in zip(places, arrivals, tensors):
+            filled[place] = tensor if arrive is None else arrive(tensor)
+        return filled, kwargs
+
+    def anywhere(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
+        flat = list(constants)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            if slot.position != _UNUSED:
+                flat[slot.position] = _arrive(slot, tensor)
+        return torch.utils._pytree.tree_unflatten(flat, spec)
+
+    return by_position if len(places) == len(slots) else anywhere
+
+
+def _returns_new_memory(target: Any) -> bool:
+    """Whether a result is never an argument or a view of one: so of those that are chosen for their speed.
+
+    A schema does not tell: `aten::_conj_physical`, which has none of a view, returns a real argument itself.
+    """
+    return str(target) in _CHOSEN_FOR_SPEED
 
 
 def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

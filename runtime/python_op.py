@@ -91,7 +91,8 @@ def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None
     with _one_thread:
         before, _state.run, _state.fence = _state.run, state, fence
         try:
-            yield
+            with torch.no_grad():
+                yield
         finally:
             _state.run, _state.fence = before, None
 
