@@ -14,6 +14,7 @@ import sys
 
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 from onnxruntime.capi import _pybind_state as C
 
 log = logging.getLogger(__name__)
@@ -22,8 +23,13 @@ log = logging.getLogger(__name__)
 _CONFIG = {"max_mem": 0, "arena_extend_strategy": 0, "max_dead_bytes_per_chunk": 256}
 
 
+# The largest block whose release moves the thresholds of glibc's `malloc` (`DEFAULT_MMAP_THRESHOLD_MAX` of malloc/malloc.c), and room for its header.
+_LARGEST_FOR_THRESHOLDS = (32 << 20) - (1 << 16)
+
+
 def use_shared(options: ort.SessionOptions) -> None:
     """Lets the sessions that are made with `options` take their memory from the shared arena."""
+    _keep_freed_memory()
     if not _registered():
         return
     options.add_session_config_entry("session.use_env_allocators", "1")
@@ -38,6 +44,17 @@ def shrink() -> None:
     run_options = ort.RunOptions()
     run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
     _smallest_session().run(None, {}, run_options)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Lets the C library keep up to 64 MB that were freed, once.
+
+    Kernels of PyTorch's inside a session make their results there. glibc returns freed memory from 128 KB on, and twice the largest block that
+    was ever freed once there was one, up to blocks of 32 MB (mallopt(3), `M_TRIM_THRESHOLD`); every page that comes back is cleared. A step of
+    GPT took 1 to 3 % longer for it, of a ViT 4 %. Nothing is written to the block that is freed here. `MALLOC_TRIM_THRESHOLD_` overrules it.
+    """
+    torch.empty(_LARGEST_FOR_THRESHOLDS, dtype=torch.uint8)
 
 
 @functools.cache
