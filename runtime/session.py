@@ -105,7 +105,7 @@ class Session:
             layer_norm.take_means_off(model)
             self._disabled.extend(layer_norm.FUSIONS)
         self._model = ir.to_proto(model).SerializeToString()
-        self._name = model.graph.name
+        self.name = model.graph.name
         self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
         self._config = config
         self._operators = {node.op_type for node in model.graph}
@@ -127,7 +127,7 @@ class Session:
             try:
                 self._open = ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
             except ORT_ERRORS as error:
-                raise SessionError(f"ONNX Runtime rejects the graph {self._name!r}: {error}") from error
+                raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
         return self._open._sess
 
     def _provider_options(self) -> dict[str, str]:
@@ -192,7 +192,7 @@ class Session:
         return (
             take_error()
             or cuda.take_failure()
-            or SessionError(f"ONNX Runtime failed in graph {self._name!r}: {error}" + (f"\n  at {where}" if where else ""))
+            or SessionError(f"ONNX Runtime failed in graph {self.name!r}: {error}" + (f"\n  at {where}" if where else ""))
         )
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

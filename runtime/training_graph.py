@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.python_op import RunState
 from ort_backend.runtime.session import ORT_ERRORS, Session
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +62,24 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("agent", "args", "guard", "python", "random", "state", "undefined", "versions")
+    __slots__ = ("addresses", "agent", "args", "guard", "memory", "python", "random", "state", "undefined", "versions")
 
-    def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int]) -> None:
+    def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
         self.agent = agent
         self.state = state
         self.python = python  # what users' Functions keep
         self.random: list[torch.Tensor] | None = None  # the generators before it, where the session draws from them
         self.args: list[Any] | None = args
         self.versions = versions
+        # What the backward reads where it lies: kept for as long, also when the user gives a tensor other memory (`tensor.data = other`).
+        self.memory = [args[i].untyped_storage() for i in read]
+        self.addresses = [memory.data_ptr() for memory in self.memory]
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
         self.guard: Any = None
+
+    def is_released(self) -> bool:
+        """Whether some of that memory has been given back or replaced, which only `resize_` on the storage itself does."""
+        return [memory.data_ptr() for memory in self.memory] != self.addresses
 
 
 class _Agent:
@@ -113,6 +123,7 @@ class TrainingGraph:
         self._counts = counts
         self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
         self._agent: _Agent | None = _Agent(session, plan)
+        self._warned_of_release = False
         self._owner = Owner(self.release)
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -126,7 +137,7 @@ class TrainingGraph:
         agent, state, fetches = self._advance(everything, python)
         results = self._fetch(fetches, everything)
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
-        run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed])
+        run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed], plan.saved)
         run.random = random
         results.append(self._token(run))
         if self.gradients_may_be_undefined:
@@ -147,6 +158,9 @@ class TrainingGraph:
         if run is None:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
         args.clear()
+        if run.state is not None and run.is_released():
+            self._warn_of_release()
+            run.state = None
         state = run.state if run.state is not None else self._replay(run)
         run.state = None
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -205,15 +219,21 @@ class TrainingGraph:
         return agent, state, fetches
 
     def _replay(self, run: _Run) -> Any:
-        """A second backward over one forward: the first used the state up, so that the forward runs again over the same memory."""
+        """The state at the `YieldOp` where there is none: the forward runs again.
+
+        So it does for a second backward over one forward, as the first used the state up; and where the memory of an input was released since, as
+        FSDP does with the parameters of a block behind its forward, to gather them again in front of its backward.
+        """
         if run.args is None:
             raise OrtBackendError("trying to run the backward a second time after its state was freed; use retain_graph=True the first time")
         for i, version in zip(self._plan.replayed, run.versions, strict=True):
             if run.args[i]._version != version:
                 raise OrtBackendError(
-                    "a second backward runs the forward again, but one of the tensors needed for it has been modified by an inplace operation: "
+                    "the forward runs again for this backward, but one of the tensors needed for it has been modified by an inplace operation: "
                     f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
                 )
+        if any(isinstance(arg, torch.Tensor) and arg.numel() and not arg.untyped_storage().nbytes() for arg in run.args):
+            raise OrtBackendError("the memory of a tensor that the backward needs was released behind the forward, and is not there again")
         now = _random_state() if run.random is not None else None
         if run.random is not None:
             _set_random_state(run.random)  # it draws what it drew
@@ -223,6 +243,15 @@ class TrainingGraph:
             if now is not None:
                 _set_random_state(now)
         return state
+
+    def _warn_of_release(self) -> None:
+        if not self._warned_of_release:
+            self._warned_of_release = True
+            log.warning(
+                "the memory of parameters or inputs of %s was released behind the forward, as FSDP does: the backward runs the forward again each time. "
+                "fully_shard(..., reshard_after_forward=False) spares it.",
+                self._session.name,
+            )
 
     def _token(self, run: _Run) -> torch.Tensor:
         key, runs = next(self._tokens), self._runs

@@ -50,10 +50,10 @@ class Reduce(Function):
 
 class Parallel(torch.nn.Module):
     """A layer whose middle is divided between the processes."""
-    def __init__(self, group, seed):
+    def __init__(self, group, seed, width=4):
         super().__init__()
         torch.manual_seed(seed)
-        self.a, self.b, self.group = torch.nn.Linear(4, 3), torch.nn.Linear(3, 4, bias=False), group
+        self.a, self.b, self.group = torch.nn.Linear(width, 3), torch.nn.Linear(3, width, bias=False), group
     def forward(self, x):
         return Reduce.apply(self.b(torch.relu(self.a(Copy.apply(x, self.group)))), self.group)
 
@@ -124,6 +124,30 @@ def ddp():
     train(torch.compile(model, backend="ort_training"), eager, 10 * rank)
     assert sum(graph.functions for graph in ort_backend.report().graphs) == 2
 
+def fsdp():
+    # Behind the forward of a block FSDP frees its parameters, and gathers them again for its backward.
+    from torch.distributed.fsdp import fully_shard
+    found = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Parallel(None, seed, 64) for seed in range(2)))
+        for block in model:
+            if compiled:
+                block.compile(backend="ort_training")
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 64)).square().mean()
+            other = [torch.full((3, 64), float("nan")) for _ in range(20)]
+            loss.backward()
+            found.append((loss.detach(), [p.grad.full_tensor() for p in model.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(found[:3], found[3:])
+    assert sum(graph.counts.backward for graph in ort_backend.report().graphs) >= 6
+
 globals()[sys.argv[1]]()
 group = weakref.ref(dist.group.WORLD)
 torch._dynamo.reset()
@@ -138,7 +162,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("how", ["tensor_parallel", "ddp", "unknown_shapes", "in_the_graph"])
+@pytest.mark.parametrize("how", ["tensor_parallel", "ddp", "fsdp", "unknown_shapes", "in_the_graph"])
 def test_two_processes(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

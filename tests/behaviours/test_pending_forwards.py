@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from behaviours.check import Both, compiled, on_ort, same_gradients, twin
+from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort, same_gradients, single_session, twin
 from torch import nn
+
+from ort_backend.errors import OrtBackendError
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,6 +57,62 @@ def test_pending_forwards_of_different_graphs() -> None:
             (other.sum() + more.square().sum()).backward()
             found.append(x)
     same_gradients(found[:1], found[1:])
+
+
+def product_of(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, w).square().sum()
+
+
+def filled(like: torch.Tensor) -> list[torch.Tensor]:
+    """Memory of that size, taken and written to: what was given back before is among it."""
+    return [torch.full_like(like, float("nan")) for _ in range(20)]
+
+
+@single_session
+def test_a_tensor_gets_other_memory_before_the_backward() -> None:
+    """`tensor.data = other` frees what the tensor had; the backward reads the values of the forward, as eager's linear layers do."""
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(product_of), product_of):
+            w, x = twin(tensor(256, 256)), twin(tensor(4, 256, seed=1))
+            loss = side(w, x)
+            w.data = torch.full((256, 256), 1e-3)
+            kept = filled(w)
+            loss.backward()
+            found.append((w.grad, x.grad))
+            del kept
+    torch.testing.assert_close(*found)
+
+
+def test_memory_released_behind_the_forward_and_gathered_again(caplog: pytest.LogCaptureFixture) -> None:
+    """What FSDP does with the parameters of a block."""
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(product_of), product_of):
+            w, x = twin(tensor(256, 256)), twin(tensor(4, 256, seed=1))
+            values, memory = w.detach().clone(), w.untyped_storage()
+            for _ in range(2):
+                loss = side(w, x)
+                memory.resize_(0)
+                kept = filled(values)
+                memory.resize_(values.nbytes)
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(w):
+                    w.copy_(values)
+                loss.backward()
+                del kept
+            found.append((w.grad, x.grad))
+    torch.testing.assert_close(*found)
+    assert sum("reshard_after_forward" in one.message for one in caplog.records) == WHOLE_GRAPHS
+
+
+@single_session
+def test_memory_released_for_good_is_an_error() -> None:
+    w, x = twin(tensor(256, 256)), twin(tensor(4, 256, seed=1))
+    with on_ort(graphs=1, backwards=1):
+        loss = compiled(product_of)(w, x)
+        w.untyped_storage().resize_(0)
+        with pytest.raises(OrtBackendError, match="released behind the forward"):
+            loss.backward()
 
 
 def test_retain_graph_allows_a_second_backward() -> None:
