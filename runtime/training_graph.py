@@ -248,8 +248,8 @@ class TrainingGraph:
         if not self._warned_of_release:
             self._warned_of_release = True
             log.warning(
-                "the memory of parameters or inputs of %s was released behind the forward, as FSDP does: the backward runs the forward again each time. "
-                "fully_shard(..., reshard_after_forward=False) spares it.",
+                "the memory of parameters or inputs of %s was released behind the forward, as FSDP does: its backward runs the forward again, "
+                "which fully_shard(..., reshard_after_forward=False) spares.",
                 self._session.name,
             )
 
