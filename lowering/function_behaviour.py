@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -118,15 +120,29 @@ class _Ran:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees whether anything is drawn from a random generator."""
+    """Sees whether anything is drawn from a random generator, and remembers what is written to, but for `own` tensors of the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.is_random = False
+        self._own = {id(tensor) for tensor in own}
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
+        if func._schema.is_mutable:
+            with unset_fake_temporarily():
+                for leaf in pytree.tree_leaves((args, kwargs)):
+                    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and id(leaf) not in self._own | self._before.keys():
+                        self._before[id(leaf)] = (leaf, leaf.detach().clone())
         return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """Undoes the writes, such as a BatchNorm's into its counter of batches: a fake mode computes with numbers that are there for real."""
+        with unset_fake_temporarily(), torch.no_grad():
+            for tensor, before in self._before.values():
+                with torch.autograd._unsafe_preserve_version_counter(tensor):
+                    tensor.copy_(before)
 
 
 def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backward: bool) -> _Ran:
@@ -134,17 +150,60 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
         if site.needs_gradient(i):
             tensor.requires_grad_()
     versions = [tensor._version for tensor in inputs]
-    with _Watch() as watch:
-        ctx, returned = site.forward(inputs, ints)
-        gradients = None
-        is_random = watch.is_random
-        if backward and any(site.needs):
-            results = returned if isinstance(returned, tuple) else (returned,)
-            marked = {id(tensor) for tensor in ctx.non_differentiable}
-            arriving = [_gradient(result, ctx, marked) for result in results]
-            with contextlib.suppress(Exception):  # the forward's results are known all the same
-                gradients = site.backward(ctx, arriving)
+    watch, gradients = _Watch(inputs), None
+    try:
+        with watch:
+            ctx, returned = site.forward(inputs, ints)
+            is_random = watch.is_random
+            if backward and any(site.needs):
+                results = returned if isinstance(returned, tuple) else (returned,)
+                marked = {id(tensor) for tensor in ctx.non_differentiable}
+                arriving = [_gradient(result, ctx, marked) for result in results]
+                with contextlib.suppress(Exception), _gradients_put_back():  # the forward's results are known all the same
+                    gradients = site.backward(ctx, arriving)
+    finally:
+        watch.put_back()
     return _Ran(inputs, versions, ctx, returned, gradients, is_random)
+
+
+@contextlib.contextmanager
+def _gradients_put_back() -> Iterator[None]:
+    """What a backward adds to the `.grad` of parameters itself, as that of a reversible block does, is taken back: nothing of this run may stay.
+
+    Every call of autograd on this thread comes by `torch.autograd._engine_run_backward` (read in torch 2.13).
+    """
+    thread, original = threading.get_ident(), torch.autograd._engine_run_backward
+    before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            for leaf in _leaves(outputs):
+                if id(leaf) not in before:
+                    before[id(leaf)] = (leaf, leaf.grad)
+                    leaf.grad = None
+        return original(outputs, *args, **kwargs)
+
+    with mock.patch.object(torch.autograd, "_engine_run_backward", run):
+        try:
+            yield
+        finally:
+            for leaf, gradient in before.values():
+                leaf.grad = gradient
+
+
+def _leaves(outputs: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors into whose `.grad` a backward from tensors, or gradient edges, may write."""
+    waiting = [
+        one.node if isinstance(one, torch.autograd.graph.GradientEdge) else torch.autograd.graph.get_gradient_edge(one).node for one in outputs
+    ]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            yield leaf
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        waiting.extend(following)
 
 
 def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | None:

@@ -256,6 +256,44 @@ def test_one_graph_with_eagers_results(name: str, dynamic: bool) -> None:
     assert all(one.is_choice for one in graphs[0].outside) or name == "draws random numbers"
 
 
+class Reversible(Function):
+    """Keeps its result alone: the backward computes the input again, and adds to the gradients of its block's parameters itself."""
+
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        y = x + block(x.detach().mean(0, keepdim=True).expand_as(x))
+        ctx.x = x.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        with torch.enable_grad():
+            x = ctx.x.mean(0, keepdim=True).expand_as(ctx.x)
+            torch.autograd.backward(ctx.block(x), g)
+        return g, None
+
+
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.BatchNorm1d])
+def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module]) -> None:
+    found = []
+    for compile_it in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        block = torch.nn.Sequential(torch.nn.Linear(5, 5), norm(5))
+        block[0].weight.grad = torch.ones(5, 5)  # of a step before
+
+        def model(x, block=block):
+            return Reversible.apply(x * 2.0, block).square()
+
+        run = torch.compile(model, backend="ort_training", fullgraph=True) if compile_it else model
+        x = torch.linspace(-1, 1, 20).view(4, 5).requires_grad_()
+        for _ in range(2):
+            run(x).sum().backward()
+        found.append(([x.grad, *(one.grad for one in block.parameters())], dict(block.state_dict())))
+    torch.testing.assert_close(*found)
+
+
 def test_side_effects_happen_once_a_step() -> None:
     compiled = torch.compile(lambda x: Numpy.apply(x, 2.0).sum(), backend="ort_training")
     x = torch.ones(3, requires_grad=True)
