@@ -130,7 +130,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        if func._schema.is_mutable:
+        if func._schema.is_mutable or "batch_norm" in func._opname:  # the schema of `native_batch_norm` does not tell of its running averages
             with unset_fake_temporarily():
                 for leaf in pytree.tree_leaves((args, kwargs)):
                     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and id(leaf) not in self._own | self._before.keys():

@@ -260,8 +260,10 @@ class Reversible(Function):
     """Keeps its result alone: the backward computes the input again, and adds to the gradients of its block's parameters itself."""
 
     @staticmethod
-    def forward(ctx, x, block):
+    def forward(ctx, x, block, numpy):
         ctx.block = block
+        if numpy:  # it does not run on fake tensors then
+            x.detach().numpy()
         y = x + block(x.detach().mean(0, keepdim=True).expand_as(x))
         ctx.x = x.detach()
         return y
@@ -271,11 +273,12 @@ class Reversible(Function):
         with torch.enable_grad():
             x = ctx.x.mean(0, keepdim=True).expand_as(ctx.x)
             torch.autograd.backward(ctx.block(x), g)
-        return g, None
+        return g, None, None
 
 
+@pytest.mark.parametrize("numpy", [False, True])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.BatchNorm1d])
-def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module]) -> None:
+def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module], numpy: bool) -> None:
     found = []
     for compile_it in (True, False):
         torch._dynamo.reset()
@@ -284,7 +287,7 @@ def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module]) -
         block[0].weight.grad = torch.ones(5, 5)  # of a step before
 
         def model(x, block=block):
-            return Reversible.apply(x * 2.0, block).square()
+            return Reversible.apply(x * 2.0, block, numpy).square()
 
         run = torch.compile(model, backend="ort_training", fullgraph=True) if compile_it else model
         x = torch.linspace(-1, 1, 20).view(4, 5).requires_grad_()
