@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 
-from ort_backend.lowering import older_torch, registry
+from ort_backend.lowering import foreach, older_torch, registry
 from ort_backend.lowering.recurrent_layers import whole_recurrent_layers
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     whole = {*registry.registered(), *_WHOLE}
     taken_apart = {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
-    return {**taken_apart, **older_torch.decompositions()}
+    return {**taken_apart, **foreach.decompositions(), **older_torch.decompositions()}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,71 @@
+"""Compiled optimizer steps, and the operators on lists of tensors that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import compiled, on_ort
+from torch import nn
+
+from ort_backend.lowering import foreach
+
+OPERATORS = {str(operator): (operator, decomposition) for operator, decomposition in foreach.decompositions().items()}
+
+
+def argument(kind: str) -> Any:
+    """A value for an argument of that type; square, since one of the operators is a matrix product."""
+    made = {"List[Tensor]": [torch.rand(3, 3) + 0.2, torch.rand(2, 2) + 0.2], "List[number]": [0.3, 0.7], "Tensor": torch.tensor(0.6), "number": 0.7}
+    return made[kind]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_each_tensor_gets_what_the_whole_list_gets(name: str) -> None:
+    operator, decomposition = OPERATORS[name]
+    given = [argument(str(one.type)) for one in operator._schema.arguments if not one.has_default_value()]
+    torch.testing.assert_close(decomposition(*given), list(operator(*given)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["add", "sub"])
+def test_a_multiple_of_the_other_list(name: str) -> None:
+    both = argument("List[Tensor]"), argument("List[Tensor]")
+    function = getattr(torch, f"_foreach_{name}")
+    with on_ort(graphs=1):
+        torch.testing.assert_close(compiled(lambda x, y: function(x, y, alpha=0.5))(*both), function(*both, alpha=0.5))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, centered=True, foreach=True),
+    "radam": lambda p: torch.optim.RAdam(p, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, foreach=True),
+    "adamax": lambda p: torch.optim.Adamax(p, foreach=True),
+    "rprop": lambda p: torch.optim.Rprop(p, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_compiled_optimizer(name: str) -> None:
+    found = []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, run: Any = None) -> None:
+            for seed in range(3):
+                model.zero_grad()
+                model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+                run()
+
+        if compile_it:
+            with on_ort(graphs=range(1, 4)):
+                step(run=compiled(optimizer.step, fullgraph=False))
+        else:
+            step(run=optimizer.step)
+        found.append([one.detach() for one in model.parameters()])
+    torch.testing.assert_close(*found)
