@@ -141,8 +141,9 @@ class _Watch(TorchDispatchMode):
         """Undoes the writes, such as a BatchNorm's into its counter of batches: a fake mode computes with numbers that are there for real."""
         with unset_fake_temporarily(), torch.no_grad():
             for tensor, before in self._before.values():
-                with torch.autograd._unsafe_preserve_version_counter(tensor):
-                    tensor.copy_(before)
+                if tensor.shape == before.shape:  # not an `out=` that was empty
+                    with torch.autograd._unsafe_preserve_version_counter(tensor):
+                        tensor.copy_(before)
 
 
 def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backward: bool) -> _Ran:

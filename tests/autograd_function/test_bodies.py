@@ -297,6 +297,23 @@ def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module], n
     torch.testing.assert_close(*found)
 
 
+class Out(Function):
+    """Writes into memory that it makes, on zeros when it is compiled."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x.detach().numpy()
+        return torch.mul(x, 2, out=torch.empty(0))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+def test_an_out_argument_that_grows() -> None:
+    same_as_eager(lambda x, w: Out.apply(x * 2.0), (4, 5), (5, 5), functions=1, fullgraph=True)
+
+
 def test_side_effects_happen_once_a_step() -> None:
     compiled = torch.compile(lambda x: Numpy.apply(x, 2.0).sum(), backend="ort_training")
     x = torch.ones(3, requires_grad=True)
