@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 _CONFIG = {"max_mem": 0, "arena_extend_strategy": 0, "max_dead_bytes_per_chunk": 256}
 
 
-# The largest block whose release moves the thresholds of glibc's `malloc` (`DEFAULT_MMAP_THRESHOLD_MAX` of malloc/malloc.c), and room for its header.
-_LARGEST_FOR_THRESHOLDS = (32 << 20) - (1 << 16)
+# Its release moves the thresholds of glibc's `malloc`, which heed blocks up to 32 MB (`DEFAULT_MMAP_THRESHOLD_MAX` of malloc/malloc.c).
+_FREED_ONCE = 16 << 20
 
 
 def use_shared(options: ort.SessionOptions) -> None:
@@ -48,13 +48,13 @@ def shrink() -> None:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """Lets the C library keep up to 64 MB that were freed, once.
+    """Lets the C library keep up to 32 MB that were freed, once.
 
-    Kernels of PyTorch's inside a session make their results there. glibc returns freed memory from 128 KB on, and twice the largest block that
-    was ever freed once there was one, up to blocks of 32 MB (mallopt(3), `M_TRIM_THRESHOLD`); every page that comes back is cleared. A step of
-    GPT took 1 to 3 % longer for it, of a ViT 4 %. Nothing is written to the block that is freed here. `MALLOC_TRIM_THRESHOLD_` overrules it.
+    Kernels of PyTorch's inside a session make their results there. glibc returns freed memory from 128 KB on, or from twice the largest block
+    below 32 MB that was ever freed (mallopt(3), `M_TRIM_THRESHOLD`); every page that comes back is cleared. A step of GPT took 1 to 3 % longer
+    for it, of a ViT 4 %. Nothing is written to the block that is freed here. `MALLOC_TRIM_THRESHOLD_` overrules it.
     """
-    torch.empty(_LARGEST_FOR_THRESHOLDS, dtype=torch.uint8)
+    torch.empty(_FREED_ONCE, dtype=torch.uint8)
 
 
 @functools.cache

