@@ -48,24 +48,21 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def trained(name: str, *, compile_it: bool) -> list[torch.Tensor]:
+    """The parameters behind three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step = compiled(optimizer.step, fullgraph=False) if compile_it else optimizer.step
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(3, 4)).square().sum().backward()
+        step()
+    return [one.detach() for one in model.parameters()]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compiled_optimizer(name: str) -> None:
-    found = []
-    for compile_it in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-        optimizer = OPTIMIZERS[name](model.parameters())
-
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, run: Any = None) -> None:
-            for seed in range(3):
-                model.zero_grad()
-                model(torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
-                run()
-
-        if compile_it:
-            with on_ort(graphs=range(1, 4)):
-                step(run=compiled(optimizer.step, fullgraph=False))
-        else:
-            step(run=optimizer.step)
-        found.append([one.detach() for one in model.parameters()])
-    torch.testing.assert_close(*found)
+    with on_ort(graphs=range(1, 4)):
+        found = trained(name, compile_it=True)
+    torch.testing.assert_close(found, trained(name, compile_it=False))
