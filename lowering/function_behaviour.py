@@ -125,22 +125,23 @@ class _Watch(TorchDispatchMode):
     def __init__(self, own: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.is_random = False
-        self._own = {id(tensor) for tensor in own}
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._known = {id(tensor) for tensor in own}
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
         if func._schema.is_mutable or "batch_norm" in func._opname:  # the schema of `native_batch_norm` does not tell of its running averages
             with unset_fake_temporarily():
                 for leaf in pytree.tree_leaves((args, kwargs)):
-                    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and id(leaf) not in self._own | self._before.keys():
-                        self._before[id(leaf)] = (leaf, leaf.detach().clone())
+                    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and id(leaf) not in self._known:
+                        self._known.add(id(leaf))
+                        self._before.append((leaf, leaf.detach().clone()))
         return func(*args, **(kwargs or {}))
 
     def put_back(self) -> None:
         """Undoes the writes, such as a BatchNorm's into its counter of batches: a fake mode computes with numbers that are there for real."""
         with unset_fake_temporarily(), torch.no_grad():
-            for tensor, before in self._before.values():
+            for tensor, before in self._before:
                 if tensor.shape == before.shape:  # not an `out=` that was empty
                     with torch.autograd._unsafe_preserve_version_counter(tensor):
                         tensor.copy_(before)

@@ -31,7 +31,7 @@ class TrainingPlan:
     Attributes:
         inputs: The ONNX graph's inputs; positions count the forward's arguments first, then the draws.
         outputs: The forward's results.
-        saved: What the forward returns behind them for the backward to hold: indices of arguments.
+        saved: What the forward returns behind them for the backward to hold, which reads it where it lies: indices of arguments.
         tangents: The tangents that enter at the `YieldOp`; positions count the backward's tangents.
         gradients: The backward's results; arguments are tangents first, then what was saved.
         draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the forward's arguments.
