@@ -25,7 +25,7 @@ from ort_backend.lowering.composites import whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
-from ort_backend.options import NO_CUDA_GRAPHS, CompileOptions
+from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
@@ -66,8 +66,8 @@ def ort_training(
     # 1. What is asked for, and what there is.
     settings = CompileOptions.parse(options)
     if mode == "reduce-overhead":
-        raise OptionError(f"mode='reduce-overhead': {NO_CUDA_GRAPHS}")
-    if mode is not None:
+        settings = dataclasses.replace(settings, cuda_graphs=True)
+    elif mode is not None:
         raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()
     if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):  # so are the graphs of compiled autograd called, and no others
@@ -118,6 +118,7 @@ class _Compilation:
         self._inlined = inlined
         self._counts = RunCounts()
         self._training: TrainingGraph | RegionTraining | None = None
+        self._captured = 0
 
     # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
 
@@ -185,7 +186,9 @@ class _Compilation:
         by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
         content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
         self._content = content if self._content is None else self._content.and_of(content)
-        return RegionGraph(made.plan(sessions), count)
+        graph = RegionGraph(made.plan(sessions), count)
+        self._captured += graph.captured_sessions
+        return graph
 
     # What all have in common.
 
@@ -204,6 +207,7 @@ class _Compilation:
                 provider_options=self.settings.provider_options,
                 session_options=self.settings.session_options,
                 optimized_path=dump.model(lowered.model) if dump is not None else None,
+                cuda_graph=self.target.cuda_graphs,
             )
             return Session(lowered.model, config, lowered.python_calls)
 
@@ -225,7 +229,9 @@ class _Compilation:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
         kind = "inference" if self._training is None else "training"
-        made = graph_report.add(self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes())
+        made = graph_report.add(
+            self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes(), self._captured
+        )
         log.info("%s", made.summary())
         place = "inside the ONNX Runtime session (PythonOp, " if self.target.whole_graphs else "between ONNX Runtime sessions ("
         for one in made.outside:
@@ -318,7 +324,17 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     provider = settings.provider or ("CUDAExecutionProvider" if devices else "CPUExecutionProvider")
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
-    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0))
+    captures = settings.cuda_graphs and _can_capture(provider)
+    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), cuda_graphs=captures)
+
+
+def _can_capture(provider: str) -> bool:
+    if provider == "CUDAExecutionProvider":
+        return True
+    if (why := (provider, "cuda_graphs")) not in _warned:
+        _warned.add(why)
+        log.warning("cuda_graphs: the %s has none to capture; the option changes nothing", provider)
+    return False
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.

@@ -48,6 +48,7 @@ class GraphReport:
         inlined_functions: Such calls whose forward and backward were traced into operators instead.
         outside: What PyTorch runs, most frequent first, and last what it runs by choice.
         passes: The user's passes that it went through, FX passes first.
+        captured_sessions: Sessions whose runs are captured as CUDA graphs (option `cuda_graphs`), as far as is known before they run.
         capture_seconds: Time in AOTAutograd and in this backend, without the next two. Dynamo's own time is in `ort_backend.guards`.
         lowering_seconds: Time to write the ONNX graph.
         session_seconds: Time to make the ONNX Runtime session.
@@ -71,6 +72,7 @@ class GraphReport:
     kept_bytes: int
     counts: RunCounts
     passes: tuple[str, ...] = ()
+    captured_sessions: int = 0
 
     @property
     def python_ops(self) -> int:
@@ -86,6 +88,7 @@ class GraphReport:
         functions += f"{self.inlined_functions} autograd.Functions inline, " if self.inlined_functions else ""
         functions += f"behind the passes {', '.join(self.passes)}, " if self.passes else ""
         nodes = f"{self.onnx_nodes} nodes in {_number(self.sessions, 'session')}"
+        nodes += f" ({self.captured_sessions} as CUDA graphs)" if self.captured_sessions else ""
         return f"{self.name}: {self.kind} graph of {self.function}, {nodes}, {functions}{outside}; {seconds}"
 
 
@@ -132,6 +135,7 @@ def add(
     counts: RunCounts,
     inlined: int = 0,
     passes: tuple[str, ...] = (),
+    captured_sessions: int = 0,
 ) -> GraphReport:
     """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
     made = GraphReport(
@@ -150,6 +154,7 @@ def add(
         kept_bytes=content.kept_bytes,
         counts=counts,
         passes=passes,
+        captured_sessions=captured_sessions,
     )
     _graphs.append(made)
     return made
@@ -178,6 +183,7 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
         nodes = (str(graph.onnx_nodes - graph.python_ops), f"{graph.python_ops} + {_functions(graph)}")
         passes = f"\nbehind {', '.join(graph.passes)}" if graph.passes else ""
         sessions = "" if graph.sessions == 1 else f"\n{graph.sessions} sessions"
+        sessions += f"\n{graph.captured_sessions} as CUDA graphs" if graph.captured_sessions else ""
         table.add_row(f"{graph.name}\n{graph.kind}{sessions}", _short(graph.function) + passes, *nodes, seconds, _kept(graph), _runs(graph))
     return table
 

@@ -11,11 +11,6 @@ from typing import Any
 from ort_backend.errors import OptionError
 
 OPSETS = range(18, 22)
-# Read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls, begins captures but never replays one.
-NO_CUDA_GRAPHS = (
-    "this backend captures no CUDA graphs: ONNX Runtime replays them in plain runs of a session, and a training session runs in two halves, "
-    "forward and backward. Leave the setting out"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +35,9 @@ class CompileOptions:
             changes it in place, or returns another one. Inputs, outputs and the node `YieldOp`, at which the forward ends, must stay.
         kernels: `"measured"`: an operator that both ONNX Runtime and PyTorch have a kernel for runs on the faster one, by a table of
             measurements (`lowering/kernel_table.py`; large tensors only). `"onnxruntime"`: always on ONNX Runtime's; so with `strict`.
+        cuda_graphs: Capture the kernels of each session's run as a CUDA graph and replay it from then on, where sizes are fixed; also
+            `mode="reduce-overhead"`. Forward and backward are sessions of their own then, and what has no kernel runs in PyTorch between them.
+            On the CPU there is nothing to capture.
         strict: If true, an operator that would run outside ONNX Runtime's own kernels (as a `PythonOp`) is an error.
         verify: Compare the first `verify` calls of every graph, outputs and gradients, with eager PyTorch, and raise
             `VerificationError` naming the first that differs.
@@ -57,6 +55,7 @@ class CompileOptions:
     fx_passes: Sequence[Callable[..., Any]] = ()
     onnx_passes: Sequence[Callable[..., Any]] = ()
     kernels: str = "measured"
+    cuda_graphs: bool = False
     strict: bool = False
     verify: int = 0
     dump_dir: str | None = None
@@ -66,7 +65,7 @@ class CompileOptions:
         _require(self.provider is None or isinstance(self.provider, str), "provider", self.provider, "a provider name or None")
         _require(isinstance(self.provider_options, Mapping), "provider_options", self.provider_options, "a dict")
         if str(self.provider_options.get("enable_cuda_graph", 0)) not in ("0", "False"):
-            raise OptionError(f"provider_options['enable_cuda_graph']: {NO_CUDA_GRAPHS}")
+            raise OptionError("provider_options['enable_cuda_graph']: a captured session needs its memory to stay; say options={'cuda_graphs': True}")
         _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
         _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
         _require(self.autograd_functions in ("opaque", "inline"), "autograd_functions", self.autograd_functions, "'opaque' or 'inline'")
@@ -74,6 +73,7 @@ class CompileOptions:
             _require_functions(name, getattr(self, name))
         _require_libraries(self.custom_op_libraries)
         _require(self.kernels in ("measured", "onnxruntime"), "kernels", self.kernels, "'measured' or 'onnxruntime'")
+        _require(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "True or False")
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
         _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")
@@ -98,8 +98,6 @@ class CompileOptions:
         known = [field.name for field in dataclasses.fields(cls)]
         given: dict[str, Any] = {**options} if options else {}
         for name in given:
-            if name == "cuda_graphs":
-                raise OptionError(f"option 'cuda_graphs': {NO_CUDA_GRAPHS}")
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"

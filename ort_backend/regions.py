@@ -312,8 +312,14 @@ class _Writer:
                 results=tuple(self._slot(node) for node in region.results),
                 devices=tuple(device_of(node) for node in region.fetched),
                 shapes=self._shapes(region),
+                moving=frozenset(i for i, node in enumerate(region.inputs) if self._moves(node)),
+                is_static=all(_is_static(node.meta["val"]) for node in (*region.inputs, *region.fetched)),
             )
         )
+
+    def _moves(self, node: fx.Node) -> bool:
+        """Whether a node's value lies in other memory at every call: a tangent, a draw, a result of eager PyTorch."""
+        return node in self._tangents or "draw" in node.meta or node in self._schedule.reasons
 
     def _shapes(self, region: _Region) -> Callable[[Sequence[Any]], Sequence[tuple[int, ...]]] | None:
         """The shapes of the region's outputs as ONNX has them; None if one is not known before it ran, or is a number's."""
@@ -346,6 +352,10 @@ class _Writer:
             seen |= last
             freed.append(tuple(sorted(last)))
         return tuple(reversed(freed))
+
+
+def _is_static(fake: Any) -> bool:
+    return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
 
 
 def _kept_bytes(graph: fx.Graph) -> int:

@@ -28,6 +28,8 @@ class OrtTarget:
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
             ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
+        cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
+            captured but never replayed (read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls).
     """
 
     opset: int = 18
@@ -38,11 +40,12 @@ class OrtTarget:
     has_kernel: Callable[[Any], bool] = _every_kernel
     contrib_ops: frozenset[str] = frozenset()
     kernels: str = "measured"
+    cuda_graphs: bool = False
 
     @property
     def whole_graphs(self) -> bool:
         """Whether one session runs a whole graph, training included: what has no kernel runs inside it."""
-        return self.training and self.python_op
+        return self.training and self.python_op and not self.cuda_graphs
 
     @property
     def device_type(self) -> str:

@@ -15,7 +15,8 @@ from onnxruntime.capi import _pybind_state as C
 
 _from_dlpack = torch._C._from_dlpack
 _to_dlpack = torch._C._to_dlpack
-_NATIVE = {
+# The dtypes whose memory ONNX Runtime reads as it is.
+NATIVE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 }  # fmt: skip
@@ -95,7 +96,7 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
         return lambda tensor: carried(_with_strides(tensor))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
-    if dtype is torch.bool or dtype not in _NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
+    if dtype is torch.bool or dtype not in NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
         return lambda tensor: tensor.contiguous().view(torch.uint8)
     return None
 
@@ -109,7 +110,7 @@ def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:
     """A function from an `OrtValueVector` of fetches and the callable's arguments to its results."""
-    plan = [(one, _outward(one)) for one in outputs]
+    plan = [(one, outward(one)) for one in outputs]
     views = [(i, one) for i, one in enumerate(outputs) if one.source == "result view"]
 
     def fetch(values: Any, args: Sequence[Any]) -> list[Any]:
@@ -136,8 +137,8 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     It takes the shape of each output of the ONNX graph, fills an empty `OrtValueVector` with the memory for them, and returns the results,
     as `fetcher` would: `outputs` are all fetches of tensors, and name every output of the graph.
     """
-    plan = [(one.index, _outward(one)) for one in outputs]
-    carried = {one.index: _carrying(one.dtype) for one in outputs}
+    plan = [(one.index, outward(one)) for one in outputs]
+    carried = {one.index: carrying(one.dtype) for one in outputs}
     kinds = [(*carried[i], device) for i, device in enumerate(devices)]
 
     def allocate(shapes: Sequence[Sequence[int]], fetches: Any) -> list[Any]:
@@ -151,22 +152,22 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     return allocate
 
 
-def _carrying(dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
+def carrying(dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
     """The dtype of the memory of an output, and whether ONNX Runtime is told that it is bool."""
     assert dtype is not None
     if dtype.is_complex:
         return dtype.to_real(), False
-    return (dtype, False) if dtype in _NATIVE and dtype is not torch.bool else (torch.uint8, dtype is torch.bool)
+    return (dtype, False) if dtype in NATIVE and dtype is not torch.bool else (torch.uint8, dtype is torch.bool)
 
 
-def _outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
+def outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
     """Makes the result of a fetched tensor. `detach`, as autograd forbids to write to a view that was taken where no gradients are recorded."""
     dtype, order = output.dtype, output.permutation
     if dtype is None:
         return torch.Tensor.item
     if dtype.is_complex:
         return lambda tensor: _permuted(torch.view_as_complex(tensor), order).detach()
-    if dtype is torch.bool or dtype not in _NATIVE:
+    if dtype is torch.bool or dtype not in NATIVE:
         return lambda tensor: _permuted(tensor.view(dtype), order).detach()
     return None if order is None else lambda tensor: tensor.permute(order).detach()
 

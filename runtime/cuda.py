@@ -66,11 +66,7 @@ def provider_options(device: int, numerics: Numerics, allocator: Allocator | Non
         allocator: Where memory comes from; None for an arena of ONNX Runtime's own.
         given: The user's, which come first. Where they concern memory or stream, all of that is theirs; without a stream it is the default one.
     """
-    options = {
-        "device_id": str(device),
-        "use_tf32": str(int(numerics.tf32)),
-        "cudnn_conv_algo_search": numerics.algorithms,
-    }
+    options = _numeric_options(device, numerics)
     if allocator is not None and _OWN_MEMORY.isdisjoint(given):
         options["gpu_external_alloc"] = str(allocator.alloc)
         options["gpu_external_free"] = str(allocator.free)
@@ -78,6 +74,34 @@ def provider_options(device: int, numerics: Numerics, allocator: Allocator | Non
     elif not {"user_compute_stream", "gpu_external_alloc"} & set(given):
         options["user_compute_stream"] = _LEGACY_STREAM
     return {**options, **{name: str(value) for name, value in given.items()}}
+
+
+def _numeric_options(device: int, numerics: Numerics) -> dict[str, str]:
+    return {"device_id": str(device), "use_tf32": str(int(numerics.tf32)), "cudnn_conv_algo_search": numerics.algorithms}
+
+
+def has_stream(given: Mapping[str, object]) -> bool:
+    """Whether the user's options of the provider say on which stream it works."""
+    return not {"user_compute_stream", "has_user_compute_stream"}.isdisjoint(given)
+
+
+def capture_options(device: int, numerics: Numerics, stream: int | None, given: Mapping[str, object]) -> dict[str, str]:
+    """The CUDA provider's options where runs are captured as CUDA graphs, which the default stream cannot be.
+
+    Memory is an arena's of ONNX Runtime's: a graph that is replayed writes temporaries where they lay when it was captured, and PyTorch's allocator
+    would have given that memory to others. So the user's `gpu_external_*` do not count.
+
+    Args:
+        device: Index of the device.
+        numerics: What PyTorch's flags say.
+        stream: The handle of a stream that is not the default one; None lets ONNX Runtime make one.
+        given: The user's options.
+    """
+    options = {**_numeric_options(device, numerics), "arena_extend_strategy": "kSameAsRequested"}
+    options.update({name: str(value) for name, value in given.items() if not name.startswith("gpu_external_")})
+    if stream is not None:
+        options["user_compute_stream"] = str(stream)
+    return {**options, "enable_cuda_graph": "1"}
 
 
 class _Failure(threading.local):
@@ -125,24 +149,24 @@ def take_failure() -> BaseException | None:
 
 
 class Fence:
-    """Order between PyTorch's current stream and the default stream, on which ONNX Runtime works, without the host waiting."""
+    """Order between PyTorch's current stream and the one on which ONNX Runtime works, without the host waiting."""
 
-    __slots__ = ("_current", "_default")
+    __slots__ = ("_current", "_theirs")
 
-    def __init__(self, current: torch.cuda.Stream, default: torch.cuda.Stream) -> None:
-        self._current, self._default = current, default
+    def __init__(self, current: torch.cuda.Stream, theirs: torch.cuda.Stream) -> None:
+        self._current, self._theirs = current, theirs
 
     @classmethod
-    def of(cls, device: int) -> Fence | None:
-        """The fence for this thread's current stream; None where that is the default stream."""
-        if torch._C._cuda_getCurrentRawStream(device) == 0:
+    def of(cls, device: int, stream: torch.cuda.Stream | None = None) -> Fence | None:
+        """The fence between this thread's current stream and a session's (the default stream); None where they are one."""
+        if torch._C._cuda_getCurrentRawStream(device) == (0 if stream is None else stream.cuda_stream):
             return None
-        return cls(torch.cuda.current_stream(device), torch.cuda.default_stream(device))
+        return cls(torch.cuda.current_stream(device), stream or torch.cuda.default_stream(device))
 
     def to_onnxruntime(self) -> None:
         """What PyTorch has started comes before what ONNX Runtime starts from here on."""
-        self._default.wait_stream(self._current)
+        self._theirs.wait_stream(self._current)
 
     def to_torch(self) -> None:
         """What ONNX Runtime has started comes before what PyTorch starts from here on."""
-        self._current.wait_stream(self._default)
+        self._current.wait_stream(self._theirs)

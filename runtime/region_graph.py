@@ -11,6 +11,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
+from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
@@ -42,6 +43,8 @@ class SessionStep:
         devices: The device of each output of the ONNX graph.
         shapes: From the graph's arguments, the shape of each output of the ONNX graph; None where it is not known before the run, so that
             ONNX Runtime allocates.
+        moving: Indices of the inputs whose memory is another at every call.
+        is_static: Whether no size depends on the graph's arguments.
     """
 
     session: Session
@@ -50,6 +53,15 @@ class SessionStep:
     results: tuple[int, ...]
     devices: tuple[torch.device, ...]
     shapes: Callable[[Sequence[Any]], Sequence[tuple[int, ...]]] | None
+    moving: frozenset[int] = frozenset()
+    is_static: bool = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether its runs are captured as CUDA graphs."""
+        if not (self.session.captures and self.is_static and self.shapes is not None and can_capture(self.inputs)):
+            return False
+        return not self.session.reads_on_host(self.devices) and all(0 not in shape for shape in self.shapes(()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +97,22 @@ class RegionGraph:
     def __init__(self, plan: RegionPlan, count: Callable[[], None]) -> None:
         self._plan = plan
         self._count = count
-        self._sessions = [step.session for step in plan.steps if isinstance(step, SessionStep)]
+        self._closed: list[Callable[[], None]] = []
+        self.captured_sessions = sum(isinstance(step, SessionStep) and step.is_captured for step in plan.steps)
         shapes: list[Any] = []
         self._steps: list[tuple[Callable[[Values, Any], None], tuple[int, ...]]] = []
         for step, freed in zip(plan.steps, plan.freed, strict=True):
             if isinstance(step, EagerStep):
                 self._steps.append((_eager(step), freed))
-            else:
-                self._steps.append((_session(step, len(shapes)), freed))
-                shapes.append(step.shapes)
+                continue
+            run = _session(step, len(shapes))
+            shapes.append(step.shapes)
+            self._closed.append(step.session.close)
+            if step.is_captured:
+                captured = _captured_run(step)
+                run = _captured(step, captured, len(shapes) - 1)
+                self._closed.append(captured.close)
+            self._steps.append((run, freed))
         self._shapes = shapes
         self._results = list(zip(plan.results, plan.constants, strict=True))
         self._owner = Owner(self.release)
@@ -121,8 +140,8 @@ class RegionGraph:
     def release(self) -> None:
         """Closes the sessions, and those of the graphs `beside`, until the next call."""
         for graph in (self, *self.beside):
-            for session in graph._sessions:
-                session.close()
+            for close in graph._closed:
+                close()
 
 
 def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
@@ -130,6 +149,30 @@ def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
 
     def call(values: Values, shapes: Any) -> None:
         values[result] = run(values)
+
+    return call
+
+
+def _captured_run(step: SessionStep) -> CapturedRun:
+    assert step.shapes is not None
+    return CapturedRun(step.session, step.inputs, step.outputs, step.devices, step.shapes(()), step.moving)
+
+
+def _captured(step: SessionStep, run: CapturedRun, index: int) -> Callable[[Values, Any], None]:
+    results, plain = step.results, None
+
+    def call(values: Values, shapes: Any) -> None:
+        nonlocal plain
+        if plain is None:
+            try:
+                for place, value in zip(results, run(values)):
+                    values[place] = value
+                return
+            except CaptureError as error:
+                run.close()
+                step.session.capture_no_more(error)
+                plain = _session(step, index)
+        plain(values, shapes)
 
     return call
 

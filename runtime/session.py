@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import re
 import sys
@@ -20,6 +21,8 @@ from ort_backend.errors import OptionError, SessionError
 from ort_backend.runtime import arena, cuda, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
+
+log = logging.getLogger(__name__)
 
 # Everything that ONNX Runtime's bindings raise.
 ORT_ERRORS = (
@@ -53,6 +56,7 @@ class SessionConfig:
     provider_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     session_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     optimized_path: str | None = None
+    cuda_graph: bool = False  # whether runs are to be captured, see `captured_run`
 
     def make_options(self) -> ort.SessionOptions:
         """ONNX Runtime's options: its threads follow torch's, and none of them spins between calls.
@@ -110,9 +114,12 @@ class Session:
         self._config = config
         self._operators = {node.op_type for node in model.graph}
         self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
+        self.captures = config.cuda_graph and not cuda.has_stream(config.provider_options) and _can_be_captured(model)
+        self._stream = torch.cuda.Stream(config.device) if self.captures and self.on_cuda else None
         self.inputs = [str(value.name) for value in model.graph.inputs]
         self.outputs = [str(value.name) for value in model.graph.outputs]
         self._open: ort.InferenceSession | None = None
+        self.openings = 0
         self.open()
 
     def open(self) -> Any:
@@ -122,19 +129,29 @@ class Session:
             SessionError: ONNX Runtime rejects the model.
         """
         if self._open is None:
-            provider = (self._config.provider, self._provider_options())
-            options = self._config.make_options()
-            try:
-                self._open = ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
-            except ORT_ERRORS as error:
-                raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
+            self._open = self._made()
+            self.openings += 1
         return self._open._sess
+
+    def _made(self) -> ort.InferenceSession:
+        provider = (self._config.provider, self._provider_options())
+        options = self._config.make_options()
+        try:
+            return ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
+        except ORT_ERRORS as error:
+            if not self.captures or "graph capture" not in str(error):
+                raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
+            self.capture_no_more(error)
+            return self._made()
 
     def _provider_options(self) -> dict[str, str]:
         given = self._config.provider_options
         if self._config.provider != cuda.PROVIDER:
             return {key: str(value) for key, value in given.items()}
         numerics = cuda.Numerics.now(products=not self._operators.isdisjoint(_PRODUCTS), convolutions=not self._operators.isdisjoint(_CONVOLUTIONS))
+        if self.captures:
+            stream = None if self._stream is None else self._stream.cuda_stream
+            return cuda.capture_options(self._config.device, numerics, stream, given)
         allocator = cuda.torch_allocator(self._config.device) if self.on_cuda else None
         return cuda.provider_options(self._config.device, numerics, allocator, given)
 
@@ -148,11 +165,12 @@ class Session:
     def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:
         device = self._config.device
         with torch.cuda.device(device):  # ONNX Runtime makes it the current one and leaves it so
-            fence = cuda.Fence.of(device)
+            fence = cuda.Fence.of(device, self._stream)
             if fence is not None:
                 fence.to_onnxruntime()
             try:
-                with running(state, fence) if self._registrations else contextlib.nullcontext():
+                python = running(state, fence) if self._registrations else contextlib.nullcontext()
+                with python, torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                     yield
             finally:
                 if fence is not None:
@@ -166,12 +184,28 @@ class Session:
         """Waits until the device has done what runs on this thread have started."""
         torch.cuda.current_stream(self._config.device).synchronize()
 
-    def run_options(self, devices: Sequence[torch.device]) -> ort.RunOptions:
-        """ONNX Runtime's options of a run with results on `devices`: the host waits for the device only where some are on the CPU."""
+    def run_options(self, devices: Sequence[torch.device], *, capture: int = -1) -> ort.RunOptions:
+        """ONNX Runtime's options of a run with results on `devices`: the host waits for the device only where some are on the CPU.
+
+        The first run with an id as `capture` is captured under it, the next ones replay that.
+        """
         options = ort.RunOptions()
+        if self.captures:
+            options.add_run_config_entry("gpu_graph_id", str(capture))
         if self.on_cuda and not self.reads_on_host(devices):
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options
+
+    def capture_no_more(self, why: Exception) -> None:
+        """Makes plain runs of the next ones."""
+        log.warning("%s runs without a CUDA graph: %s", self.name, why)
+        self.captures, self._stream, self._open = False, None, None
+
+    def used(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor, after PyTorch was told that this session's stream uses its memory, also when nobody else does any more."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)
+        return memory
 
     @property
     def has_python_nodes(self) -> bool:
@@ -202,6 +236,16 @@ class Session:
             registration.release()
         if getattr(self, "_open", None) is not None:
             self.close()
+
+
+# The host decides what comes next, or waits for a size.
+_READ_BY_HOST = ("If", "Loop", "Scan", "PythonOp", "NonZero", "Compress", "Unique")
+
+
+def _can_be_captured(model: ir.Model) -> bool:
+    """Whether a CUDA graph of one run can be replayed for every other."""
+    fixed = all(value.shape is not None and value.shape.is_static() and 0 not in value.shape for value in model.graph.inputs)
+    return fixed and bool(model.graph.inputs) and {node.op_type for node in model.graph}.isdisjoint(_READ_BY_HOST)
 
 
 def _harmful_optimizers(model: ir.Model) -> list[str]:

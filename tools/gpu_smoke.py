@@ -26,7 +26,8 @@ from torch.nn import functional as F
 
 import ort_backend
 
-STEPS = 3
+STEPS = 5  # where runs are captured as CUDA graphs, the last of them are replayed
+VARIANTS = ("", "side stream", "CUDA graphs")
 Made = tuple[nn.Module, Tensor]
 
 
@@ -81,15 +82,16 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float, device: str, side_stream: bool) -> dict[str, Any]:
+def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float, device: str, variant: str) -> dict[str, Any]:
     """Some steps under both: the largest differences, and what ran."""
     torch.manual_seed(0)
     model, x = make()
     eager, x = model.to(device), x.to(device)
     own = copy.deepcopy(eager)
-    compiled = torch.compile(own, backend="ort_training")
+    settings: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if variant == "CUDA graphs" else {}
+    compiled = torch.compile(own, backend="ort_training", **settings)
     before = len(ort_backend.report().graphs)
-    stream = torch.cuda.stream(torch.cuda.Stream()) if side_stream else contextlib.nullcontext()
+    stream = torch.cuda.stream(torch.cuda.Stream()) if variant == "side stream" else contextlib.nullcontext()
     worst = 0.0
     with stream:
         for step in range(STEPS):
@@ -107,7 +109,9 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     graphs = ort_backend.report().graphs[before:]
     ran = all(graph.counts.forward == STEPS and graph.counts.backward == STEPS for graph in graphs) and bool(graphs)
     python = sorted({one.operator for graph in graphs for one in graph.outside})
-    return {"worst": worst, "right": worst <= tolerance and ran, "ran": ran, "pytorch_operators": python}
+    found = {"worst": worst, "right": worst <= tolerance and ran, "ran": ran, "pytorch_operators": python}
+    captured = sum(graph.captured_sessions for graph in graphs)
+    return {**found, "captured_sessions": captured, "sessions": sum(graph.sessions for graph in graphs)} if captured else found
 
 
 def main() -> int:
@@ -117,11 +121,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of cases to leave out")
     arguments = parser.parse_args()
     device, failed = arguments.device, 0
-    streams = (False, True) if device == "cuda" else (False,)
-    for side_stream, case in list(itertools.product(streams, CASES))[arguments.first :]:
-        title = case[0] + (" (side stream)" if side_stream else "")
+    variants = VARIANTS if device == "cuda" else VARIANTS[:1]
+    for variant, case in list(itertools.product(variants, CASES))[arguments.first :]:
+        title = case[0] + (f" ({variant})" if variant else "")
         _write(f"CASE {title}")
-        found = _judged(case, device, side_stream)
+        found = _judged(case, device, variant)
         _write(f"RESULT {json.dumps({'name': title, **found})}")
         failed += not found["right"]
         if not device_works():
@@ -129,11 +133,11 @@ def main() -> int:
     return int(failed > 0)
 
 
-def _judged(case: Case, device: str, side_stream: bool) -> dict[str, Any]:
+def _judged(case: Case, device: str, variant: str) -> dict[str, Any]:
     _, make, autocast, tolerance = case
     started = time.perf_counter()
     try:
-        found = run(make, autocast, tolerance, device, side_stream)
+        found = run(make, autocast, tolerance, device, variant)
     except Exception:  # noqa: BLE001  whatever it is, it is this case's result
         found = {"right": False, "error": traceback.format_exc()[-1500:]}
     verdict = "ok" if found["right"] else "WRONG" if "worst" in found else "ERROR"

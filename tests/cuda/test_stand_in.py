@@ -131,6 +131,26 @@ assert take_error() is None and [entry[:2] for entry in seen] == [("cuda", (64, 
     assert "cudaMemcpy" not in during, during
 
 
+def test_sessions_can_be_captured(over_stand_in: Run) -> None:
+    """ONNX Runtime takes the sessions of a training graph as such whose runs can be captured (no node on the CPU, no Memcpy, no control flow), and
+    begins to capture. The stand-in gives it no graph in the end: the runs are plain ones from then on, and a warning says so."""
+    code = """
+import torch, ort_backend
+from torch import nn
+model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
+options = {"provider": "CUDAExecutionProvider", "cuda_graphs": True}
+compiled = torch.compile(model, backend="ort_training", options=options, dynamic=False)
+for _ in range(2):
+    compiled(torch.randint(0, 20, (3, 5))).sum().backward()
+assert all(p.grad.shape == p.shape for p in model.parameters())
+(graph,) = ort_backend.report().graphs
+assert (graph.captured_sessions, graph.sessions, graph.counts.backward) == (2, 2, 2), graph
+"""
+    log = over_stand_in(code, FAKECUDA_TRACE="1").stderr
+    assert log.count("cudaStreamBeginCapture") == log.count("cudaStreamEndCapture") == 2, log[-3000:]
+    assert log.count("runs without a CUDA graph") == log.count("graph_ is NULL") == 2, log[-3000:]
+
+
 def test_a_training_step_goes_through(over_stand_in: Run) -> None:
     """The whole way, forward and backward, with a Python node in it: everything but the numbers. The tensors are the CPU's, so that ONNX Runtime
     copies them."""
