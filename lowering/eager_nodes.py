@@ -38,6 +38,20 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
     return eval(f"lambda values: target({', '.join([*positional, *keywords])})", {"target": target, **writer.constants})
 
 
+def evaluation_of(nodes: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Callable[..., Any]:
+    """A function of the values of `sources` that computes `nodes`, in that order, and returns the last."""
+    slots = {node: i for i, node in enumerate([*sources, *nodes])}
+    steps = [evaluation(node, slots) for node in nodes]
+
+    def run(*given: Any) -> Any:
+        values = list(given)
+        for step in steps:
+            values.append(step(values))
+        return values[-1]
+
+    return run
+
+
 def _on(order: tuple[int, ...] | None, target: Callable[..., Any]) -> Callable[..., Any]:
     """`target` on a first argument that lies in memory as it did in the trace."""
     return lambda tensor, *args, **kwargs: target(arranged(tensor, order), *args, **kwargs)

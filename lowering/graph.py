@@ -55,6 +55,13 @@ _SAME = {
 }
 
 
+class Behind:
+    """Stands for a node that PyTorch computes behind the session: ONNX has no sparse tensors (gradients of `nn.Embedding(sparse=True)`)."""
+
+
+BEHIND = Behind()
+
+
 class GraphLowering:
     """Writes one ONNX graph, FX node by FX node."""
 
@@ -226,6 +233,8 @@ class GraphLowering:
         if node.target in _SAME and node.args[0].meta["val"].dtype == node.meta["val"].dtype and not _conjugates(node):  # type: ignore[union-attr]
             return self._held(node.args[0])  # type: ignore[arg-type]
         self._lowered += 1
+        if self.target.python_op and self._is_behind(node):
+            return self._behind(node)
         if node.target in (FORWARD, BACKWARD):
             return self._function(node)
         reason = self._not_native(node)
@@ -280,7 +289,23 @@ class GraphLowering:
     def _arguments(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[list[Any], dict[str, Any]]:
         return [fx.map_arg(arg, operand) for arg in node.args], {key: fx.map_arg(arg, operand) for key, arg in node.kwargs.items()}
 
-    # -- PythonOp
+    # -- PyTorch
+
+    def is_behind(self, node: fx.Node) -> bool:
+        """Whether PyTorch computes the node behind the session."""
+        return self.env.get(node) is BEHIND
+
+    def _is_behind(self, node: fx.Node) -> bool:
+        leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+        is_sparse = any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
+        return is_sparse or any(self.is_behind(source) for source in node.all_input_nodes)
+
+    def _behind(self, node: fx.Node) -> Behind:
+        title, reason, where = operator_name(node.target), "a sparse tensor, which it makes of the session's results", user_line(node)
+        if self.strict:
+            raise NotOnOrt(title, reason, where)
+        self.outside.append(Outside(title, reason, where))
+        return BEHIND
 
     def _not_native(self, node: fx.Node) -> str | None:
         """Why no lowering can take this node: a dtype that ONNX kernels do not work on."""
@@ -344,7 +369,7 @@ class GraphLowering:
 
     def _item(self, node: fx.Node) -> Any:
         values, index = self._held(node.args[0]), node.args[1]  # type: ignore[arg-type]
-        return values[index]
+        return BEHIND if values is BEHIND else values[index]
 
     def _attribute(self, node: fx.Node) -> ir.Value:
         """A tensor constant of the traced module."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import root
@@ -27,12 +28,17 @@ def add_inputs(
     inputs = []
     for position, node in enumerate((*primals, *draws)):
         fake = node.meta["val"]
-        if not isinstance(fake, (torch.Tensor, torch.SymInt)):
+        if not isinstance(fake, (torch.Tensor, torch.SymInt)) or is_nested_int(fake):
             lowering.bind(node, fake)
         elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
             lowering.add_input(node, node.name)
             inputs.append(input_of(position, fake, as_shape=lowering.target.sizes_on_host))
     return tuple(inputs)
+
+
+def is_nested_int(fake: Any) -> bool:
+    """Whether it stands for the lengths of a nested tensor's rows: it is handed on, but has no value to compute with."""
+    return isinstance(fake, torch.SymInt) and fake.node.is_nested_int()
 
 
 def input_of(position: int, fake: Any, *, as_shape: bool = False) -> Input:
@@ -59,6 +65,8 @@ class Results:
             return Output("constant", value=node)
         if node in self._arguments:
             return Output("argument", self._arguments[node])
+        if self._lowering.is_behind(node):
+            return self._made_behind(node)
         view = self._view(node) if self._places else None
         if view is not None:
             return view
@@ -76,6 +84,19 @@ class Results:
             self.nodes.append(node)
         restored = None if permutation is None else _inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
+
+    def _made_behind(self, node: fx.Node) -> Output:
+        """What PyTorch computes of the session's results."""
+        nodes, sources, waiting = {node}, set[fx.Node](), [node]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                if not self._lowering.is_behind(source):
+                    sources.add(source)
+                elif source not in nodes:
+                    nodes.add(source)
+                    waiting.append(source)
+        inputs = sorted(sources)
+        return Output("made", value=evaluation_of(sorted(nodes), inputs), parts=tuple(self.add(one) for one in inputs))
 
     def _view(self, node: fx.Node) -> Output | None:
         """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""

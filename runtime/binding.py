@@ -45,18 +45,21 @@ class Output:
 
     Attributes:
         source: `"fetch"`: an output of the ONNX graph; `"argument"`: the callable's own argument, passed through; `"constant"`: `value`;
-            `"argument view"`, `"result view"`: a view of an argument, or of another result, which `value` makes of it and the arguments.
+            `"argument view"`, `"result view"`: a view of an argument, or of another result, which `value` makes of it and the arguments;
+            `"made"`: what `value` makes of `parts`.
         index: Which fetch, argument or result.
         dtype: The fetched tensor's dtype; None for a number.
         value: The constant, or the function that makes the view.
         permutation: How the fetched tensor's dimensions are to be permuted to give the strides that PyTorch expects (a view, no copy).
+        parts: What it is made of.
     """
 
-    source: Literal["fetch", "argument", "constant", "argument view", "result view"]
+    source: Literal["fetch", "argument", "constant", "argument view", "result view", "made"]
     index: int = 0
     dtype: torch.dtype | None = None
     value: Any = None
     permutation: tuple[int, ...] | None = None
+    parts: tuple[Output, ...] = ()
 
 
 def ort_device(device: torch.device) -> Any:
@@ -110,11 +113,15 @@ def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
 
 def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[Any]]:
     """A function from an `OrtValueVector` of fetches and the callable's arguments to its results."""
-    plan = [(one, outward(one)) for one in outputs]
+    collect = _collector(outputs)
+    return lambda values, args: collect(values.to_dlpacks(_from_dlpack), args)
+
+
+def _collector(outputs: Sequence[Output]) -> Callable[[Sequence[torch.Tensor], Sequence[Any]], list[Any]]:
+    plan: list[tuple[Output, Any]] = [(one, _collector(one.parts) if one.source == "made" else outward(one)) for one in outputs]
     views = [(i, one) for i, one in enumerate(outputs) if one.source == "result view"]
 
-    def fetch(values: Any, args: Sequence[Any]) -> list[Any]:
-        tensors = values.to_dlpacks(_from_dlpack)
+    def collect(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
         results: list[Any] = []
         for output, convert in plan:
             if output.source == "fetch":
@@ -122,13 +129,15 @@ def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[An
                 results.append(result if convert is None else convert(result))
             elif output.source == "argument view":
                 results.append(output.value(args[output.index], args))
+            elif output.source == "made":
+                results.append(output.value(*convert(tensors, args)))
             else:
                 results.append(args[output.index] if output.source == "argument" else output.value)
         for i, output in views:
             results[i] = output.value(results[output.index], args)
         return results
 
-    return fetch
+    return collect
 
 
 def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Callable[[Sequence[Sequence[int]], Any], list[Any]]:
