@@ -247,14 +247,17 @@ class _Compilation:
         return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))
 
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, telling the training graph which outputs had no gradient where that decides between zeros and `None`."""
+        """`compiled`, showing its results to the training graph."""
         training = self._training
-        if training is None or not training.gradients_may_be_undefined:
+        if training is None or not training.watches:
             return compiled
 
         def call(*args: Any) -> Any:
-            results = compiled(*args)
-            training.watch_undefined(results)
+            results: Any = ()
+            try:
+                results = compiled(*args)
+            finally:
+                training.watch(results)
             return results
 
         return call

@@ -222,7 +222,7 @@ class RegionTraining:
         self._undefined = _Undefined()
         tangents = len(tangent_outputs or ())
         partial = any(needs and len(needs) < tangents for needs in backward.depends_on) or (has_functions and tangents > 1)
-        self.gradients_may_be_undefined = tangent_outputs is not None and partial
+        self.watches = tangent_outputs is not None and partial
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""
@@ -233,7 +233,7 @@ class RegionTraining:
         undefined, self._undefined.tangents = self._undefined.tangents, frozenset()
         return self._backward(args, undefined)
 
-    def watch_undefined(self, results: Sequence[Any]) -> None:
+    def watch(self, results: Sequence[Any]) -> None:
         """Lets the backward of the forward that gave `results` see which of them have no gradient.
 
         Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.

@@ -62,7 +62,7 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("addresses", "agent", "args", "guard", "memory", "python", "random", "state", "undefined", "versions")
+    __slots__ = ("addresses", "agent", "args", "guard", "key", "memory", "python", "random", "redraw", "state", "undefined", "versions")
 
     def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
         self.agent = agent
@@ -76,6 +76,15 @@ class _Run:
         self.addresses = [memory.data_ptr() for memory in self.memory]
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
         self.guard: Any = None
+        self.key = 0
+        # Under `torch.autograd.graph.saved_tensors_hooks`: the generators before the draws in front of it.
+        self.redraw: list[torch.Tensor] | None = None
+
+    def rest(self, arguments: int) -> None:
+        """Gives up all but what the forward takes to run again: `arguments`, without the draws behind them."""
+        self.state, self.memory, self.addresses = None, [], []
+        if self.args is not None:
+            del self.args[arguments:]
 
     def is_released(self) -> bool:
         """Whether some of that memory has been given back or replaced, which only `resize_` on the storage itself does."""
@@ -96,9 +105,15 @@ class _Agent:
 
 
 class _Latest(threading.local):
-    """The forward that ran last on this thread."""
+    """The forward that ran last on this thread, where something is to be done with its results."""
 
     run: _Run | None = None
+
+
+class _Holder:
+    """Lives as long as the node of autograd that it is put on."""
+
+    __slots__ = ("__weakref__",)
 
 
 class TrainingGraph:
@@ -106,6 +121,10 @@ class TrainingGraph:
 
     Every forward makes a run state of its own, so that any number of them may be pending, in any order. The state waits under a token,
     a 0-d int64 tensor that autograd saves for the backward: when the token's memory goes, with the graph that holds it, so does the state.
+
+    Under `torch.autograd.graph.saved_tensors_hooks` the token's memory goes at once: it is packed, as a copy (offloading) or not at all
+    (`torch.utils.checkpoint` around the compiled module, whose forward will run again and save another token). So goes the state then, and the
+    arguments wait under autograd's node for a backward that comes with a copy of the token and runs the forward again.
     """
 
     def __init__(self, session: Session, plan: TrainingPlan, counts: RunCounts) -> None:
@@ -117,9 +136,10 @@ class TrainingGraph:
         self._tokens = itertools.count()
         self._latest = _Latest()
         every = frozenset(range(len(plan.tangents)))
-        # Whether some gradient depends on some of the tangents only, or a user's Function may, so that `watch_undefined` is needed.
+        # Whether some gradient depends on some of the tangents only, or a user's Function may.
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
-        self.gradients_may_be_undefined = plan.tangent_outputs is not None and partial
+        self._may_be_undefined = plan.tangent_outputs is not None and partial
+        self.watches = True
         self._counts = counts
         self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
         self._agent: _Agent | None = _Agent(session, plan)
@@ -131,6 +151,8 @@ class TrainingGraph:
         self._counts.forward += 1
         plan = self._plan
         self._owner.watch(args)
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        before = _random_state() if hooked and plan.draws else None
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_nodes else None
         random = _random_state() if plan.draws_inside else None
@@ -138,9 +160,9 @@ class TrainingGraph:
         results = self._fetch(fetches, everything)
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
         run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed], plan.saved)
-        run.random = random
-        results.append(self._token(run))
-        if self.gradients_may_be_undefined:
+        run.random, run.redraw = random, before
+        results.append(self._token(run, len(args) if hooked else None))
+        if hooked or self._may_be_undefined:
             self._latest.run = run
         args.clear()
         return results
@@ -180,23 +202,34 @@ class TrainingGraph:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
         return gradients
 
-    def watch_undefined(self, results: Sequence[Any]) -> None:
-        """Lets the backward of the forward that just ran on this thread see which of its results have no gradient.
+    def watch(self, results: Sequence[Any]) -> None:
+        """To be called behind each forward, with what AOTAutograd's callable returned for it.
 
-        Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
-
-        Args:
-            results: What AOTAutograd's callable returned for that forward.
+        Lets the backward see which of the results have no gradient: autograd replaces missing gradients by zeros before AOTAutograd sees them; eager
+        gives `None` to what only they would reach. And ties a forward without a state to autograd's node.
         """
-        run, self._latest.run = self._latest.run, None
+        run = self._latest.run
+        if run is None:
+            return
+        self._latest.run = None
         node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
-        if node is not None and run is not None:
+        if run.guard() is None:
+            if node is None:
+                self._runs.pop(run.key, None)
+            else:
+                self._tie(run, node)
+        if node is not None and self._may_be_undefined:
             places = self._plan.tangent_outputs or ()
 
             def note(gradients: Sequence[Any]) -> None:
                 run.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
 
             node.register_prehook(note)
+
+    def _tie(self, run: _Run, node: Any) -> None:
+        holder, key, runs = _Holder(), run.key, self._runs
+        run.guard = weakref.ref(holder, lambda _: runs.pop(key, None))
+        node.ort_training = holder
 
     def release(self) -> None:
         """Closes the session until the next forward; forwards that wait for their backward keep it until then."""
@@ -234,11 +267,13 @@ class TrainingGraph:
                 )
         if any(isinstance(arg, torch.Tensor) and arg.numel() and not arg.untyped_storage().nbytes() for arg in run.args):
             raise OrtBackendError("the memory of a tensor that the backward needs was released behind the forward, and is not there again")
-        now = _random_state() if run.random is not None else None
-        if run.random is not None:
-            _set_random_state(run.random)  # it draws what it drew
+        random = run.redraw or run.random
+        now = _random_state() if random is not None else None
+        if random is not None:
+            _set_random_state(random)  # it draws what it drew
+        everything = [*run.args, *(draw(run.args) for draw in self._plan.draws)] if run.redraw else run.args
         try:
-            run.agent, state, _ = self._advance(run.args, run.python)
+            run.agent, state, _ = self._advance(everything, run.python)
         finally:
             if now is not None:
                 _set_random_state(now)
@@ -253,11 +288,13 @@ class TrainingGraph:
                 self._session.name,
             )
 
-    def _token(self, run: _Run) -> torch.Tensor:
-        key, runs = next(self._tokens), self._runs
+    def _token(self, run: _Run, arguments: int | None) -> torch.Tensor:
+        """A token for the run, which ends with it; where `arguments` is given, rests with that many arguments."""
+        run.key = key = next(self._tokens)
+        runs = self._runs
         memory = np.array(key)
         runs[key] = run
-        run.guard = weakref.ref(memory, lambda _: runs.pop(key, None))
+        run.guard = weakref.ref(memory, (lambda _: runs.pop(key, None)) if arguments is None else (lambda _: runs[key].rest(arguments)))
         return torch.from_numpy(memory)
 
     @property

@@ -1,0 +1,112 @@
+"""`torch.autograd.graph.saved_tensors_hooks` around a compiled module: what is saved for the backward is packed as copies, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort
+from behaviours.test_memory_and_lifetime import alive
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ort_backend.runtime.training_graph import TrainingGraph
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
+@contextlib.contextmanager
+def _on_disk(folder: Path) -> Any:
+    count = iter(range(1000))
+
+    def pack(tensor: Tensor) -> Path:
+        path = folder / str(next(count))
+        torch.save(tensor, path)
+        return path
+
+    with saved_tensors_hooks(pack, torch.load):
+        yield
+
+
+@pytest.mark.parametrize("pending", [1, 3])
+def test_offloading(tmp_path: Path, pending: int) -> None:
+    """Every forward has a mask of its own; the backwards come in the opposite order."""
+    with on_ort(graphs=1, forwards=pending):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            torch.manual_seed(1)
+            with _on_disk(tmp_path):
+                losses = [runner(X).square().mean() for _ in range(pending)]
+            drawn = torch.rand(2)
+            for loss in reversed(losses):
+                loss.backward()
+            return [*losses, drawn, torch.rand(2)]
+
+        Both(_net()).step(do)
+
+
+def test_hooks_that_keep_the_tensors() -> None:
+    with on_ort(graphs=1, forwards=1, backwards=1):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            torch.manual_seed(1)
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                loss = runner(X).square().mean()
+            loss.backward()
+            return loss
+
+        Both(_net()).step(do)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_compiled_module(reentrant: bool) -> None:
+    with on_ort(backwards=2):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            torch.manual_seed(1)
+            x = X.clone().requires_grad_()
+            first = checkpoint(runner, x, use_reentrant=reentrant)
+            second = checkpoint(runner, x * 2, use_reentrant=reentrant)
+            (first * second).sum().backward()
+            return first, second, x.grad
+
+        Both(_net()).step(do)
+
+
+@pytest.mark.skipif(not WHOLE_GRAPHS, reason="else autograd itself keeps what waits")
+@pytest.mark.parametrize("pack", [lambda tensor: tensor.clone(), lambda tensor: None], ids=["copied", "dropped"])
+def test_what_waits_is_small_and_goes_with_the_result(pack: Callable[[Tensor], Any]) -> None:
+    before = {id(one) for one in alive(TrainingGraph)}
+    with on_ort(graphs=1, forwards=2, idle=True):
+        runner = compiled(_net())
+        with saved_tensors_hooks(pack, lambda packed: packed):
+            results = [runner(X), runner(X)]
+        (graph,) = [one for one in alive(TrainingGraph) if id(one) not in before]
+        assert graph.pending == 2
+        for run in graph._runs.values():
+            assert run.state is None and len(run.args) == 7  # six parameters and the input; not the mask
+        del results[0]
+        assert graph.pending == 1
+        results.clear()
+        assert graph.pending == 0
+
+
+def test_an_error_in_a_hook_leaves_nothing() -> None:
+    def fail(tensor: Tensor) -> None:
+        raise ValueError("a hook of the user's")
+
+    before = {id(one) for one in alive(TrainingGraph)}
+    with on_ort(graphs=1, idle=True):
+        runner = compiled(_net())
+        with saved_tensors_hooks(fail, fail), pytest.raises(ValueError, match="a hook of the user's"):
+            runner(X)
+        assert all(graph.pending == 0 for graph in alive(TrainingGraph) if id(graph) not in before)
