@@ -1,4 +1,4 @@
-"""Operators that AOTAutograd takes apart whatever its table says, kept whole while it traces.
+"""Operators that AOTAutograd takes apart whatever its table says, kept whole, or taken apart rightly, while it traces.
 
 They have a Python kernel for Autograd and CompositeImplicitAutograd (`OpOverload.py_kernels`, read in torch 2.13), which runs above the tracer.
 """
@@ -32,6 +32,7 @@ _NEAREST = (
     aten._upsample_nearest_exact2d,
     aten._upsample_nearest_exact3d,
 )
+_MEAN, _SUM = 1, 2  # of a loss over its rows (`torch.nn._reduction`)
 _ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
@@ -48,6 +49,29 @@ def whole_interpolation() -> Iterator[None]:
                 stack.enter_context(replaced_kernel(backward, DispatchKey.Meta, _shape_of_gradient))
                 stack.enter_context(_in_meta_table(backward))
         yield
+
+
+@contextlib.contextmanager
+def right_losses() -> Iterator[None]:
+    """While AOTAutograd traces: `multilabel_margin_loss` as its C++ kernel has it.
+
+    PyTorch's decomposition counts places behind a row's last label as labels of class 0, in every backend (read in torch 2.13).
+    """
+    with replaced_kernel(aten.multilabel_margin_loss_forward.default, DispatchKey.Autograd, _multilabel_margin_loss):
+        yield
+
+
+def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row sum(max(0, 1 - (x[label] - x[i]))) / width over its labels, which end at the first -1, and the classes i that are none."""
+    rows, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    width = rows.shape[1]
+    is_label = (labels == -1).cumsum(1) == 0
+    own = torch.where(is_label, labels, 0)
+    is_target = torch.zeros_like(labels).scatter_add(1, own, is_label.to(labels.dtype)) > 0
+    margins = (1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)).clamp_min(0) / width
+    losses = torch.where(is_label.unsqueeze(2) & ~is_target.unsqueeze(1), margins, 0).sum((1, 2))
+    result = losses.mean() if reduction == _MEAN else losses.sum() if reduction == _SUM or input.dim() < 2 else losses
+    return result, is_target.to(input.dtype).reshape(target.shape)
 
 
 def _by_size(target: torch._ops.OpOverload, averaging: bool) -> Callable[..., torch.Tensor]:

@@ -21,7 +21,7 @@ from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
-from ort_backend.lowering.composites import whole_interpolation
+from ort_backend.lowering.composites import right_losses, whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
@@ -88,7 +88,7 @@ def ort_training(
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     whole_layers = decompositions.lstm_as_steps(onednn=pytorch_may_run(one.target))
-    with compilation.phase("aot"), whole_layers, whole_interpolation(), assigned_behind_the_graph():
+    with compilation.phase("aot"), whole_layers, whole_interpolation(), right_losses(), assigned_behind_the_graph():
         compiled = aot_module_simplified(
             gm,
             example_inputs,

@@ -117,3 +117,23 @@ def test_losses_that_are_decomposed(check: Callable, loss: Callable) -> None:
 
     is_symbolic = loss is not _of_probabilities or TORCH >= MORE_IS_SYMBOLIC
     check(both, randn(4, 5), torch.rand(4, 5), also=(randn(3, 5), torch.rand(3, 5)) if is_symbolic else None)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("shape", [(6,), (4, 6), (3, 1)], ids=str)
+def test_margins_of_several_labels(reduction: str, shape: tuple[int, ...]) -> None:
+    """Labels end at the first -1, and what stands behind it does not count. Compiled, as PyTorch's decomposition is above the operator's trace."""
+    width, rows = shape[-1], shape[0] if len(shape) > 1 else 1
+    counts = torch.arange(rows) % (width + 1)
+    labels = torch.stack([torch.cat([torch.randperm(width)[:n], torch.tensor([-1]), randint(-1, width, (width,))])[:width] for n in counts.tolist()])
+    eager = randn(shape, requires_grad=True)
+    own = eager.detach().clone().requires_grad_()
+
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.multilabel_margin_loss(x, target, reduction=reduction)
+
+    results = [loss(eager, labels.view(shape)), torch.compile(loss, backend="ort_training")(own, labels.view(shape))]
+    torch.testing.assert_close(*results)
+    for result in results:
+        result.sum().backward()
+    torch.testing.assert_close(own.grad, eager.grad)
