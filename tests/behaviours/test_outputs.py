@@ -11,6 +11,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
 from torch import nn
+from torch_version import VIEWS_WITHOUT_GRADIENTS
 from transformers.modeling_outputs import BaseModelOutput
 
 
@@ -291,6 +292,7 @@ def test_a_detached_result_before_itself() -> None:
     same_as_eager(function, call(A), graphs=1)
 
 
+@VIEWS_WITHOUT_GRADIENTS
 def test_views_without_gradients_of_what_has_some() -> None:
     """Such a view requires gradients, as its base does, and passes none on: there is nothing for a backward to do."""
 

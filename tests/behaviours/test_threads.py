@@ -13,6 +13,7 @@ import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
 from behaviours.operators import BOTH, cube
 from torch import nn
+from torch_version import THREADS_CRASH
 
 THREADS, STEPS = 4, 5
 
@@ -62,6 +63,7 @@ def test_one_model_used_by_several_threads() -> None:
             same_tree(grad, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
+@THREADS_CRASH
 def test_a_model_for_each_thread() -> None:
     models = [net() for _ in range(THREADS)]
     references = copy.deepcopy(models)
@@ -117,6 +119,7 @@ def test_unused_results_on_several_threads() -> None:
             assert found == [(i % 2 == 1, i % 2 == 0)] * STEPS
 
 
+@THREADS_CRASH
 def test_what_runs_in_pytorch_inside_a_session_runs_on_several_threads() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return cube(x.sin()) * 2
