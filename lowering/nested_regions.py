@@ -17,7 +17,10 @@ def inline_regions(gm: fx.GraphModule) -> None:
         LoweringError: this version of PyTorch has regions and no pass that inlines them.
     """
     target = getattr(torch.ops.higher_order, "invoke_subgraph", None)
-    if target is None or not gm.graph.find_nodes(op="call_function", target=target):
+    # Also in the bodies of other higher-order operators, such as a checkpoint's; what is inside comes first.
+    modules = [one for one in reversed(list(gm.modules())) if isinstance(one, fx.GraphModule)]
+    calling = [one for one in modules if target is not None and one.graph.find_nodes(op="call_function", target=target)]
+    if not calling:
         return
     try:
         from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
@@ -25,9 +28,10 @@ def inline_regions(gm: fx.GraphModule) -> None:
         raise LoweringError(
             f"torch.compiler.nested_compile_region: torch {torch.__version__} cannot inline it, which 2.13 can; leave the decorator out"
         ) from error
-    inline_invoke_subgraph(gm)
-    _tell_calls_apart(gm.graph)
-    gm.recompile()
+    for module in calling:
+        inline_invoke_subgraph(module)
+        _tell_calls_apart(module.graph)
+        module.recompile()
 
 
 def _tell_calls_apart(graph: fx.Graph) -> None:
