@@ -212,12 +212,15 @@ class TrainingGraph:
         if run is None:
             return
         self._latest.run = None
-        node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
-        if run.guard() is None:
-            if node is None:
-                self._runs.pop(run.key, None)
-            else:
-                self._tie(run, node)
+        node: Any = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
+        memory = run.guard()
+        if memory is not None:
+            self._end_with(run, memory)
+        elif node is not None:
+            node.ort_training = holder = _Holder()
+            self._end_with(run, holder)
+        else:
+            self._runs.pop(run.key, None)
         if node is not None and self._may_be_undefined:
             places = self._plan.tangent_outputs or ()
 
@@ -226,10 +229,9 @@ class TrainingGraph:
 
             node.register_prehook(note)
 
-    def _tie(self, run: _Run, node: Any) -> None:
-        holder, key, runs = _Holder(), run.key, self._runs
-        run.guard = weakref.ref(holder, lambda _: runs.pop(key, None))
-        node.ort_training = holder
+    def _end_with(self, run: _Run, what: Any) -> None:
+        key, runs = run.key, self._runs
+        run.guard = weakref.ref(what, lambda _: runs.pop(key, None))
 
     def release(self) -> None:
         """Closes the session until the next forward; forwards that wait for their backward keep it until then."""
@@ -289,12 +291,15 @@ class TrainingGraph:
             )
 
     def _token(self, run: _Run, arguments: int | None) -> torch.Tensor:
-        """A token for the run, which ends with it; where `arguments` is given, rests with that many arguments."""
+        """A token for the run, which ends with it; where `arguments` is given, rests with that many arguments until `watch` is called."""
         run.key = key = next(self._tokens)
         runs = self._runs
         memory = np.array(key)
         runs[key] = run
-        run.guard = weakref.ref(memory, (lambda _: runs.pop(key, None)) if arguments is None else (lambda _: runs[key].rest(arguments)))
+        if arguments is None:
+            self._end_with(run, memory)
+        else:
+            run.guard = weakref.ref(memory, lambda _: runs[key].rest(arguments))
         return torch.from_numpy(memory)
 
     @property

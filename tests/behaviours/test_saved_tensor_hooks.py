@@ -83,6 +83,19 @@ def test_a_checkpoint_around_a_compiled_module(reentrant: bool) -> None:
 
 
 @pytest.mark.skipif(not WHOLE_GRAPHS, reason="else autograd itself keeps what waits")
+def test_what_hooks_keep_goes_with_the_result() -> None:
+    before = {id(one) for one in alive(TrainingGraph)}
+    with on_ort(graphs=1, forwards=2, idle=True):
+        runner = compiled(_net())
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            results = [runner(X), runner(X)]
+        (graph,) = [one for one in alive(TrainingGraph) if id(one) not in before]
+        assert graph.pending == 2 and all(run.state is not None for run in graph._runs.values())
+        results.clear()
+        assert graph.pending == 0
+
+
+@pytest.mark.skipif(not WHOLE_GRAPHS, reason="else autograd itself keeps what waits")
 @pytest.mark.parametrize("pack", [lambda tensor: tensor.clone(), lambda tensor: None], ids=["copied", "dropped"])
 def test_what_waits_is_small_and_goes_with_the_result(pack: Callable[[Tensor], Any]) -> None:
     before = {id(one) for one in alive(TrainingGraph)}
