@@ -28,7 +28,7 @@ def add_inputs(
     inputs = []
     for position, node in enumerate((*primals, *draws)):
         fake = node.meta["val"]
-        if not isinstance(fake, (torch.Tensor, torch.SymInt)) or is_nested_int(fake):
+        if not isinstance(fake, (torch.Tensor, torch.SymInt)) or _is_nested_int(fake):
             lowering.bind(node, fake)
         elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
             lowering.add_input(node, node.name)
@@ -36,7 +36,7 @@ def add_inputs(
     return tuple(inputs)
 
 
-def is_nested_int(fake: Any) -> bool:
+def _is_nested_int(fake: Any) -> bool:
     """Whether it stands for the lengths of a nested tensor's rows: it is handed on, but has no value to compute with."""
     return isinstance(fake, torch.SymInt) and fake.node.is_nested_int()
 

@@ -328,7 +328,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
     captures = settings.cuda_graphs and _can_capture(provider)
-    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), cuda_graphs=captures)
+    python_op = made.python_op and not captures
+    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), python_op=python_op, cuda_graphs=captures)
 
 
 def _can_capture(provider: str) -> bool:

@@ -313,7 +313,7 @@ class _Writer:
                 devices=tuple(device_of(node) for node in region.fetched),
                 shapes=self._shapes(region),
                 moving=frozenset(i for i, node in enumerate(region.inputs) if self._moves(node)),
-                is_static=all(_is_static(node.meta["val"]) for node in (*region.inputs, *region.fetched)),
+                is_fixed=_is_fixed([node.meta["val"] for node in region.inputs], [node.meta["val"] for node in region.fetched]),
             )
         )
 
@@ -354,8 +354,13 @@ class _Writer:
         return tuple(reversed(freed))
 
 
-def _is_static(fake: Any) -> bool:
-    return isinstance(fake, torch.Tensor) and all(isinstance(size, int) for size in fake.shape)
+def _is_fixed(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Whether a session with such inputs and outputs works on fixed sizes in one place. What lies elsewhere ONNX Runtime copies before each run to
+    wherever there is room, and a captured run would not read it there.
+    """
+    sizes = [size for fake in outputs if isinstance(fake, torch.Tensor) for size in fake.shape]
+    devices = {fake.device.type if isinstance(fake, torch.Tensor) else "number" for fake in (*inputs, *outputs)}
+    return all(isinstance(size, int) for size in sizes) and len(devices) == 1
 
 
 def _kept_bytes(graph: fx.Graph) -> int:

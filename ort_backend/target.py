@@ -23,7 +23,7 @@ class OrtTarget:
         provider: Execution provider, such as `"CPUExecutionProvider"`.
         device_index: Which of its devices.
         training: Whether the installed ONNX Runtime has `TrainingAgent`, `YieldOp` and the `*Grad` kernels.
-        python_op: Whether `PythonOp` nodes can run.
+        python_op: Whether `PythonOp` nodes can run. Not where runs are captured.
         has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
@@ -45,7 +45,7 @@ class OrtTarget:
     @property
     def whole_graphs(self) -> bool:
         """Whether one session runs a whole graph, training included: what has no kernel runs inside it."""
-        return self.training and self.python_op and not self.cuda_graphs
+        return self.training and self.python_op
 
     @property
     def device_type(self) -> str:

@@ -29,7 +29,7 @@ _ids = itertools.count(1)  # 0 is ONNX Runtime's own; one in the whole process, 
 
 def can_capture(inputs: Sequence[Input]) -> bool:
     """Whether all inputs are tensors whose memory ONNX Runtime reads as it is."""
-    return all(one.dtype in NATIVE and not (one.may_be_empty or one.as_shape) for one in inputs)
+    return all(one.dtype in NATIVE for one in inputs)
 
 
 class CaptureError(Exception):
@@ -74,7 +74,7 @@ class CapturedRun:
         self._feeds, self._fetches = C.OrtValueVector(), C.OrtValueVector()
         self._addresses: list[int] = []
         self._buffers: dict[int, torch.Tensor] = {}
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[int, torch.Tensor] = {}
         self._handed_out: list[StorageWeakRef | None] = []
 
     def __call__(self, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -123,15 +123,16 @@ class CapturedRun:
         self._moving |= moved
         self._copied |= held
         self._addresses = [tensor.data_ptr() for tensor in tensors]
-        for i in sorted(self._moving - self._buffers.keys()):
-            self._buffers[i] = self._session.used(torch.empty(tensors[i].shape, dtype=tensors[i].dtype, device=tensors[i].device))
+        for i in self._moving - self._buffers.keys():
+            self._buffers[i] = self._fixed(tensors[i].shape, tensors[i].dtype, tensors[i].device)
         for i, (shape, dtype, _, device) in enumerate(self._kinds):
-            if i >= len(self._memory):
-                self._memory.append(self._session.used(torch.empty(shape, dtype=dtype, device=device)))
-            elif i in held:
-                self._memory[i] = self._session.used(torch.empty(shape, dtype=dtype, device=device))
+            if i in held or i not in self._memory:
+                self._memory[i] = self._fixed(shape, dtype, device)
         self._bind(tensors)
         return True
+
+    def _fixed(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._session.used(torch.empty(shape, dtype=dtype, device=device))
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         self._options = self._session.run_options([device for *_, device in self._kinds], capture=next(_ids))
@@ -139,12 +140,12 @@ class CapturedRun:
         for i, tensor in enumerate(tensors):
             fixed = self._buffers[i] if i in self._buffers else _unowned(tensor)
             self._feeds.push_back(torch._C._to_dlpack(fixed.view(torch.uint8) if self._bools[i] else fixed), self._bools[i])
-        for memory, (_, _, is_bool, _) in zip(self._memory, self._kinds, strict=True):
-            self._fetches.push_back(torch._C._to_dlpack(memory), is_bool)
+        for i, (_, _, is_bool, _) in enumerate(self._kinds):
+            self._fetches.push_back(torch._C._to_dlpack(self._memory[i]), is_bool)
 
     def _hand_out(self, copies: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         # Tensors with a storage of their own over the memory, so that it can be told when the last of them is gone.
-        given = [copies[i] if i in copies else torch._C._from_dlpack(torch._C._to_dlpack(memory)) for i, memory in enumerate(self._memory)]
+        given = [copies[i] if i in copies else torch._C._from_dlpack(torch._C._to_dlpack(memory)) for i, memory in self._memory.items()]
         self._handed_out = [None if i in copies else StorageWeakRef(tensor.untyped_storage()) for i, tensor in enumerate(given)]
         return [given[index] if convert is None else convert(given[index]) for index, convert in self._results]
 

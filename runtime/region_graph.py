@@ -44,7 +44,7 @@ class SessionStep:
         shapes: From the graph's arguments, the shape of each output of the ONNX graph; None where it is not known before the run, so that
             ONNX Runtime allocates.
         moving: Indices of the inputs whose memory is another at every call.
-        is_static: Whether no size depends on the graph's arguments.
+        is_fixed: Whether no size of an output depends on the graph's arguments, and all inputs and outputs are on one kind of device.
     """
 
     session: Session
@@ -54,12 +54,12 @@ class SessionStep:
     devices: tuple[torch.device, ...]
     shapes: Callable[[Sequence[Any]], Sequence[tuple[int, ...]]] | None
     moving: frozenset[int] = frozenset()
-    is_static: bool = False
+    is_fixed: bool = False
 
     @property
     def is_captured(self) -> bool:
         """Whether its runs are captured as CUDA graphs."""
-        if not (self.session.captures and self.is_static and self.shapes is not None and can_capture(self.inputs)):
+        if not (self.session.captures and self.is_fixed and self.shapes is not None and can_capture(self.inputs)):
             return False
         return not self.session.reads_on_host(self.devices) and all(0 not in shape for shape in self.shapes(()))
 
@@ -98,7 +98,7 @@ class RegionGraph:
         self._plan = plan
         self._count = count
         self._closed: list[Callable[[], None]] = []
-        self.captured_sessions = sum(isinstance(step, SessionStep) and step.is_captured for step in plan.steps)
+        self.captured_sessions = 0
         shapes: list[Any] = []
         self._steps: list[tuple[Callable[[Values, Any], None], tuple[int, ...]]] = []
         for step, freed in zip(plan.steps, plan.freed, strict=True):
@@ -110,8 +110,9 @@ class RegionGraph:
             self._closed.append(step.session.close)
             if step.is_captured:
                 captured = _captured_run(step)
-                run = _captured(step, captured, len(shapes) - 1)
                 self._closed.append(captured.close)
+                self.captured_sessions += 1
+                run = _captured(step, captured, run)
             self._steps.append((run, freed))
         self._shapes = shapes
         self._results = list(zip(plan.results, plan.constants, strict=True))
@@ -158,20 +159,19 @@ def _captured_run(step: SessionStep) -> CapturedRun:
     return CapturedRun(step.session, step.inputs, step.outputs, step.devices, step.shapes(()), step.moving)
 
 
-def _captured(step: SessionStep, run: CapturedRun, index: int) -> Callable[[Values, Any], None]:
-    results, plain = step.results, None
+def _captured(step: SessionStep, run: CapturedRun, plain: Callable[[Values, Any], None]) -> Callable[[Values, Any], None]:
+    """The captured run, and `plain` from the call on in which it cannot be captured."""
+    session, results = step.session, step.results
 
     def call(values: Values, shapes: Any) -> None:
-        nonlocal plain
-        if plain is None:
+        if session.captures:
             try:
                 for place, value in zip(results, run(values)):
                     values[place] = value
                 return
             except CaptureError as error:
                 run.close()
-                step.session.capture_no_more(error)
-                plain = _session(step, index)
+                session.capture_no_more(error)
         plain(values, shapes)
 
     return call

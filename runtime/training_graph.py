@@ -62,7 +62,7 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("addresses", "agent", "args", "guard", "key", "memory", "python", "random", "redraw", "state", "undefined", "versions")
+    __slots__ = ("addresses", "agent", "args", "arguments", "guard", "key", "memory", "python", "random", "redraw", "state", "undefined", "versions")
 
     def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
         self.agent = agent
@@ -77,14 +77,15 @@ class _Run:
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
         self.guard: Any = None
         self.key = 0
-        # Under `torch.autograd.graph.saved_tensors_hooks`: the generators before the draws in front of it.
+        # Under `torch.autograd.graph.saved_tensors_hooks`: how many of `args` are the forward's, and the generators before the draws behind them.
+        self.arguments: int | None = None
         self.redraw: list[torch.Tensor] | None = None
 
-    def rest(self, arguments: int) -> None:
-        """Gives up all but what the forward takes to run again: `arguments`, without the draws behind them."""
+    def rest(self) -> None:
+        """Gives up all but what the forward takes to run again: its arguments, without the draws behind them."""
         self.state, self.memory, self.addresses = None, [], []
         if self.args is not None:
-            del self.args[arguments:]
+            del self.args[self.arguments :]
 
     def is_released(self) -> bool:
         """Whether some of that memory has been given back or replaced, which only `resize_` on the storage itself does."""
@@ -161,7 +162,8 @@ class TrainingGraph:
         results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
         run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed], plan.saved)
         run.random, run.redraw = random, before
-        results.append(self._token(run, len(args) if hooked else None))
+        run.arguments = len(args) if hooked else None
+        results.append(self._token(run))
         if hooked or self._may_be_undefined:
             self._latest.run = run
         args.clear()
@@ -213,14 +215,8 @@ class TrainingGraph:
             return
         self._latest.run = None
         node: Any = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
-        memory = run.guard()
-        if memory is not None:
-            self._end_with(run, memory)
-        elif node is not None:
-            node.ort_training = holder = _Holder()
-            self._end_with(run, holder)
-        else:
-            self._runs.pop(run.key, None)
+        if run.arguments is not None:
+            self._keep(run, node)
         if node is not None and self._may_be_undefined:
             places = self._plan.tangent_outputs or ()
 
@@ -228,6 +224,16 @@ class TrainingGraph:
                 run.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
 
             node.register_prehook(note)
+
+    def _keep(self, run: _Run, node: Any) -> None:
+        """Ends the run with its token, where hooks have left that as it was, or else with autograd's node."""
+        kept = run.guard()
+        if kept is None and node is not None:
+            node.ort_training = kept = _Holder()
+        if kept is None:
+            self._runs.pop(run.key, None)
+        else:
+            self._end_with(run, kept)
 
     def _end_with(self, run: _Run, what: Any) -> None:
         key, runs = run.key, self._runs
@@ -290,16 +296,16 @@ class TrainingGraph:
                 self._session.name,
             )
 
-    def _token(self, run: _Run, arguments: int | None) -> torch.Tensor:
-        """A token for the run, which ends with it; where `arguments` is given, rests with that many arguments until `watch` is called."""
+    def _token(self, run: _Run) -> torch.Tensor:
+        """A token for the run, which ends with it; under hooks it rests until `watch` is called."""
         run.key = key = next(self._tokens)
         runs = self._runs
         memory = np.array(key)
         runs[key] = run
-        if arguments is None:
+        if run.arguments is None:
             self._end_with(run, memory)
         else:
-            run.guard = weakref.ref(memory, lambda _: runs[key].rest(arguments))
+            run.guard = weakref.ref(memory, lambda _: runs[key].rest())
         return torch.from_numpy(memory)
 
     @property

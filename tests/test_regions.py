@@ -392,3 +392,26 @@ def test_an_onnx_runtime_without_dlpack_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(capabilities.C, "OrtValueVector", object)
     with refused(ort_backend.EnvironmentProblem, "cannot exchange tensors.*pip install --upgrade onnxruntime"):
         compiled(torch.sin)(X)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "expected"),
+    [
+        ([("cpu", 3)], [("cpu", 3)], True),
+        ([("cpu", 3), ("meta", 3)], [("cpu", 3)], False),  # ONNX Runtime copies it before each run
+        ([("cpu", 3)], [("meta", 3)], False),
+        ([("cpu", 3), 7], [("cpu", 3)], False),
+    ],
+)
+def test_what_can_be_captured_lies_on_one_kind_of_device(inputs: list[Any], outputs: list[Any], expected: bool) -> None:
+    def value(of: Any) -> Any:
+        return of if isinstance(of, int) else torch.empty(of[1], device=of[0])
+
+    assert regions._is_fixed([value(one) for one in inputs], [value(one) for one in outputs]) is expected
+
+
+def test_sizes_that_depend_on_the_arguments_are_not_fixed() -> None:
+    size = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.empty(4), symbolic_context=size, source=ConstantSource("x"))
+    assert not regions._is_fixed([fake], [fake]) and regions._is_fixed([torch.empty(4)], [torch.empty(4)])
