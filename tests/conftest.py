@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
 
@@ -31,6 +32,9 @@ def _fresh_torch() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    if FULLGRAPH_IS_GLOBAL:
+        set_mode = torch._C._dynamo.eval_frame.set_eval_frame_override  # type: ignore[attr-defined]
+        set_mode(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,9 @@ GUARDS_PARAMETERS = (2, 12)  # Dynamo compiles again when a parameter of a libra
 MORE_IS_SYMBOLIC = (2, 13)
 DOUBLE_LOGSUMEXP = (2, 13)  # before it, traced graphs say float32 of the log-sum-exp of float64 attention; PyTorch's kernel gives float64
 NEEDS_BACKEND = pytest.mark.skipif(OLDEST["torch"] > TORCH, reason=f"this torch is for guards alone: the backend needs {OLDEST['torch']}")
-# backend="eager" crashes as well: torch 2.11.0 with four threads that compile at once, three times of three; none of the others does. Where it
-# does not crash, nothing behind a graph break is compiled in that process any more.
+# backend="eager" crashes as well: torch 2.11.0 with four threads that compile at once, three times of three; none of the others does.
 THREADS_CRASH = pytest.mark.skipif(TORCH == (2, 11), reason="torch 2.11 crashes when several threads compile at once, with any backend")
+# Calls with fullgraph=True set a mode and put back what was there, one for all threads: where two calls cross, nothing behind a graph break is
+# compiled in that process any more. With backend="aot_eager" as well.
+FULLGRAPH_IS_GLOBAL = TORCH == (2, 11)
 VIEWS_WITHOUT_GRADIENTS = pytest.mark.skipif(TORCH == (2, 11), reason="AOTAutograd of torch 2.11 cannot trace it, with any backend")
