@@ -1,10 +1,9 @@
-"""What is measured, each in a process of its own: `compile_and_memory` of one backend, `step_times` of all of them.
-
-python -m benchmarks.measure JOB RESULT     # two JSON files; `benchmarks.suite` does this
-"""
+"""What is measured, each in a process of its own: `compile_and_memory` of one backend, `step_times` of all of them, which has one for each."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import statistics
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks import compare, memory
+from benchmarks.contestant import Contestant, ContestantError, Elsewhere
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.process import summary
 from benchmarks.training import REFERENCE, Trainer, import_backend
 
 TURN = 0.02  # seconds: a backend's turn in a round takes at least as long
@@ -75,45 +74,13 @@ def details(backend: str) -> dict[str, Any]:
     }
 
 
-class Contestant:
-    """A backend among those that take turns, with its times and losses."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.error: str | None = None
-        self.losses: list[float] = []
-        self.turns: list[float] = []  # seconds of a step, the mean over a turn
-        self.gradients: dict[str, torch.Tensor] = {}
-        self.warm_compile_seconds: float | None = None
-
-    def step(self) -> float:
-        """One step; seconds."""
-        seconds, loss = self.trainer.step()
-        if not self.losses:
-            self.gradients = self.trainer.gradients()
-        self.trainer.update()
-        self.losses.append(loss)
-        return seconds
-
-    def turn(self, steps: int) -> None:
-        """Some steps, whose mean counts."""
-        self.turns.append(statistics.fmean(self.step() for _ in range(steps)))
-
-    def recompile(self) -> None:
-        """A compile in a process that has compiled it before."""
-        self.trainer.forget()
-        first, _ = self.trainer.step()
-        self.trainer.update()
-        self.warm_compile_seconds = first - self.trainer.median(3)
-
-
 def step_times(model: str, backends: list[str], device: str, dtype: str, seconds: float) -> dict[str, dict[str, Any]]:
     """`take_turns` with a workload by its name."""
     return take_turns(WORKLOADS[model], backends, device, getattr(torch, dtype), seconds)
 
 
 def take_turns(workload: Workload, backends: list[str], device: str, dtype: torch.dtype, seconds: float) -> dict[str, dict[str, Any]]:
-    """Step times of all backends, which take turns; every loss and the first gradients are compared with eager's.
+    """Step times of all backends, which take turns, each in a process of its own; every loss and the first gradients are compared with eager's.
 
     Args:
         workload: What to train.
@@ -125,49 +92,78 @@ def take_turns(workload: Workload, backends: list[str], device: str, dtype: torc
     Returns:
         By backend: `error` (None, a wrong loss or gradient, or an exception), `turns` (milliseconds a step), `step_ms` (median, quartiles),
         `steps`, `loss_difference` (largest, relative), `warm_compile_seconds`.
+
+    Raises:
+        ContestantError: eager failed.
     """
-    contestants = {backend: Contestant(Trainer(workload, backend, device, dtype)) for backend in backends}
-    steps = {backend: time_of for backend, time_of in ((b, _warm_up(c)) for b, c in contestants.items()) if time_of is not None}
-    per_turn = math.ceil(TURN / min(steps.values()))
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(seconds / (per_turn * sum(steps.values())))))
-    alive = [contestants[backend] for backend in steps]
-    for number in range(rounds):
-        first = number % len(alive)
-        for contestant in (*alive[first:], *alive[:first]):
-            contestant.turn(per_turn)
-    for contestant in alive:
-        if contestant.trainer.backend != REFERENCE:
-            contestant.recompile()
-    return {backend: _judged(contestant, contestants[REFERENCE], dtype) for backend, contestant in contestants.items()}
+    with contextlib.ExitStack() as stack:
+        entries = {}
+        for backend in backends:
+            entries[backend] = Entry(Elsewhere(functools.partial(Contestant, workload, backend, device, dtype)), is_reference=backend == REFERENCE)
+            stack.callback(entries[backend].process.close)
+        steps = [step for entry in entries.values() if (step := entry.ask("warm_up")) is not None]
+        per_turn = math.ceil(TURN / min(steps))
+        rounds = max(ROUNDS[0], min(ROUNDS[1], int(seconds / (per_turn * sum(steps)))))
+        for number in range(rounds):
+            first = number % len(backends)
+            for backend in (*backends[first:], *backends[:first]):
+                entries[backend].turn(per_turn)
+        for entry in entries.values():
+            entry.finish()
+        return {backend: _judged(entry, entries[REFERENCE], dtype) for backend, entry in entries.items()}
 
 
-def _warm_up(contestant: Contestant) -> float | None:
-    """Compiles; the seconds of a step, None if that fails."""
-    try:
-        for _ in range(2):
-            contestant.step()
-        return min(contestant.step() for _ in range(2))
-    except Exception as error:  # whatever a backend raises is that backend's result
-        if contestant.trainer.backend == REFERENCE:
-            raise
-        contestant.error = summary(error)
-        return None
+class Entry:
+    """A contestant with its times. One that fails is asked nothing more, unless it is the reference: without that there is nothing to compare."""
+
+    def __init__(self, process: Elsewhere, *, is_reference: bool) -> None:
+        self.process, self._is_reference = process, is_reference
+        self.error: str | None = None
+        self.turns: list[float] = []  # seconds of a step, the mean over a turn
+        self.warm_compile_seconds: float | None = None
+        self.losses: list[float] = []
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What the contestant answers; None if it fails, or has failed."""
+        if self.error is not None:
+            return None
+        try:
+            return self.process.ask(method, *arguments)
+        except ContestantError as error:
+            if self._is_reference:
+                raise
+            self.error = str(error)
+            return None
+
+    def turn(self, steps: int) -> None:
+        """Some steps, whose mean counts."""
+        if (seconds := self.ask("turn", steps)) is not None:
+            self.turns.append(seconds)
+
+    def finish(self) -> None:
+        """Behind the turns: what it computed, and what another compile takes."""
+        if (computed := self.ask("computed")) is not None:
+            self.losses = computed[0]
+            self.gradients = {name: torch.from_numpy(gradient) for name, gradient in computed[1].items()}
+        if not self._is_reference:
+            self.warm_compile_seconds = self.ask("recompile")
 
 
-def _judged(contestant: Contestant, reference: Contestant, dtype: torch.dtype) -> dict[str, Any]:
-    if contestant.error is not None:
-        return {"error": contestant.error}
-    turns = [seconds * 1e3 for seconds in contestant.turns]
+def _judged(entry: Entry, reference: Entry, dtype: torch.dtype) -> dict[str, Any]:
+    if entry.error is not None:
+        return {"error": entry.error}
+    turns = [seconds * 1e3 for seconds in entry.turns]
     low, median, high = statistics.quantiles(turns, n=4)
     wrong = (
-        compare.loss_error(contestant.losses, reference.losses, dtype),
-        compare.gradient_error(contestant.gradients, reference.gradients, dtype),
+        compare.loss_error(entry.losses, reference.losses, dtype),
+        compare.gradient_error(entry.gradients, reference.gradients, dtype),
     )
     return {
         "error": "; ".join(filter(None, wrong)) or None,
         "turns": turns,
         "step_ms": {"median": median, "low": low, "high": high},
-        "steps": len(contestant.losses),
-        "loss_difference": compare.loss_difference(contestant.losses, reference.losses),
-        "warm_compile_seconds": contestant.warm_compile_seconds,
+        "steps": len(entry.losses),
+        "loss_difference": compare.loss_difference(entry.losses, reference.losses),
+        "warm_compile_seconds": entry.warm_compile_seconds,
     }

@@ -45,8 +45,8 @@ def full(results: dict[str, Any], pictures: Sequence[Path]) -> str:
 
 _METHOD = """## How it was measured
 
-A step is a forward and a backward, without an optimiser. All backends of a model take turns in one process, in another order every round, each
-turn at least 20 ms; the figure is the median of the turns, with its quartiles. A ratio is the median of the rounds' ratios, with its 95 %
+A step is a forward and a backward, without an optimiser. The backends of a model take turns, each in a process of its own, in another order every
+round, each turn at least 20 ms; the figure is the median of the turns, with its quartiles. A ratio is the median of the rounds' ratios, with its 95 %
 confidence interval; where that has 1 in it, or the ratio is within 1 % of 1, it is printed with `~`: a difference within the noise. Between the
 steps plain SGD moves the weights; every step's loss and the first step's gradients are compared with eager's, and a backend that differs is an
 error and in no mean. Compile time is imports and first step of a fresh process, less a later step. Peak memory is the resident set's (on CUDA the

@@ -73,7 +73,7 @@ def test_a_run_writes_every_figure(tmp_path: Path) -> None:
 
 @pytest.fixture
 def backends() -> Iterator[None]:
-    """`scaled` computes a loss that is 1 % off, `upside_down` gradients of the wrong sign, `broken` nothing."""
+    """`scaled` computes a loss that is 1 % off, `upside_down` gradients of the wrong sign, `broken` nothing; `fatal` ends the process."""
 
     class Flip(torch.autograd.Function):
         @staticmethod
@@ -93,31 +93,35 @@ def backends() -> Iterator[None]:
     def broken(gm: fx.GraphModule, inputs: Any) -> Any:
         raise RuntimeError("no such luck")
 
+    def fatal(gm: fx.GraphModule, inputs: Any) -> Any:
+        os.abort()
+
     registry = torch._dynamo.backends.registry
-    for backend in (scaled, upside_down, broken):
+    for backend in (scaled, upside_down, broken, fatal):
         registry.register_backend(backend)
     yield
-    for name in ("scaled", "upside_down", "broken"):
+    for name in ("scaled", "upside_down", "broken", "fatal"):
         registry._COMPILER_FNS.pop(name)
         registry._BACKENDS.pop(name, None)
 
 
 def test_a_wrong_answer_is_an_error_and_in_no_ratio(backends: None) -> None:
-    names = ("eager", "scaled", "upside_down", "broken")
+    names = ("eager", "scaled", "upside_down", "broken", "fatal")
     steps = measure.step_times("test", list(names), "cpu", "float32", seconds=0.1)
     assert steps["eager"]["error"] is None
     assert "wrong loss" in steps["scaled"]["error"] and "at step 0" in steps["scaled"]["error"]
     assert "wrong gradient of network" in steps["upside_down"]["error"]
     assert "no such luck" in steps["broken"]["error"]
+    assert "the process ended with status -6" in steps["fatal"]["error"]
 
     settings = suite.Settings(models=("test",), backends=names, compiles=False)
     (job,) = suite._jobs(settings, "test", "float32")
     model = suite._model("test", "float32", settings, [(job, steps)])
     assert model["ratios"] == {}
     results = {"models": {"test": model}, "settings": {"backends": names}, "errors": suite._errors({"test": model})}
-    assert len(results["errors"]) == 3
+    assert len(results["errors"]) == 4
     _, ((_, *cells),) = report._steps(results)
-    assert cells[0] != "ERROR" and cells[1:] == ["ERROR"] * 3
+    assert cells[0] != "ERROR" and cells[1:] == ["ERROR"] * 4
 
 
 def test_a_loss_that_is_off_or_not_finite_is_named() -> None:
