@@ -143,9 +143,9 @@ def operator_class(node: fx.Node) -> str:
         return ""
     name = str(node.target)
     if node.target is aten.convolution.default:
-        return f"{name} {_convolution(node.args[1], node.args[6], node.args[8])}"
+        return f"{name} {_convolution(node.args[1], node.args[3], node.args[6], node.args[8])}"
     if node.target is aten.convolution_backward.default:
-        return f"{name} {_convolution(node.args[2], node.args[7], node.args[9])}"
+        return f"{name} {_convolution(node.args[2], node.args[4], node.args[7], node.args[9])}"
     if node.target in (aten.gelu.default, aten.gelu_backward.default):
         return f"{name} {node.kwargs.get('approximate', 'none')}"
     if node.target is aten.pow.Tensor_Scalar:
@@ -153,12 +153,15 @@ def operator_class(node: fx.Node) -> str:
     return name
 
 
-def _convolution(weight: Any, transposed: Any, groups: Any) -> str:
+def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
+    """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
     shape = weight.meta["val"].shape
     if transposed or len(shape) != 4 or not all(isinstance(size, int) for size in shape):
         return "other"
     kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
-    return f"{kind} {shape[2]}x{shape[3]}"
+    strided = "" if all(step == 1 for step in stride) else " strided"
+    channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
+    return f"{kind} {shape[2]}x{shape[3]}{strided}{channels}"
 
 
 def size_of(node: fx.Node) -> int | None:

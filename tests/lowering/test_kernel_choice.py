@@ -50,6 +50,31 @@ def test_by_shape_class(table: None) -> None:
     assert _outside(dense, x) == _outside(wide, x) == []
 
 
+@pytest.mark.parametrize(
+    "layer, shape, expected",
+    [
+        (nn.Conv2d(16, 32, 3), (2, 16, 8, 8), "dense 3x3 by 16"),
+        (nn.Conv2d(16, 32, (1, 3), stride=(1, 2)), (2, 16, 8, 8), "dense 1x3 strided by 16"),
+        (nn.Conv2d(16, 20, 3, stride=2), (2, 16, 8, 8), "dense 3x3 strided"),
+        (nn.Conv2d(3, 64, 7, stride=2), (2, 3, 8, 8), "dense 7x7 strided thin"),
+        (nn.Conv2d(16, 16, 7, groups=16), (2, 16, 8, 8), "depthwise 7x7"),
+        (nn.Conv2d(32, 32, 3, groups=2), (2, 32, 8, 8), "grouped 3x3"),
+        (nn.ConvTranspose2d(16, 16, 3), (2, 16, 8, 8), "other"),
+        (nn.Conv1d(16, 16, 3), (2, 16, 8), "other"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_classes_of_convolutions(layer: nn.Module, shape: tuple[int, ...], expected: str) -> None:
+    names, parameters = zip(*layer.named_parameters())
+
+    def step(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        return torch.autograd.grad(torch.func.functional_call(layer, dict(zip(names, parameters)), x).sum(), [x, *parameters])
+
+    graph = trace(step, [torch.randn(shape, requires_grad=True), *parameters]).graph
+    classes = [kernel_choice.operator_class(node) for node in graph.nodes if "convolution" in str(node.target)]
+    assert classes == [f"aten.convolution.default {expected}", f"aten.convolution_backward.default {expected}"]
+
+
 def test_symbolic_sizes_count_as_their_example(table: None) -> None:
     compiled = torch.compile(nn.functional.gelu, backend="ort_training", dynamic=True)
     x = torch.randn(20, 10)
