@@ -5,6 +5,7 @@ python -m benchmarks.process     # that process: a job a line; `call` starts it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -134,17 +135,25 @@ def work(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Forks for every line of standard input: prints the child's process id, and when it is done its exit status."""
+    """Forks for every line of standard input: prints the child's process id, and when it is done its exit status.
+
+    What the child has started ends with it: contestants that hang, workers of a compiler.
+    """
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
         if child == 0:
+            os.setpgid(0, 0)
             try:
                 work(json.loads(line))
             finally:
                 os._exit(0)
         print(child, flush=True)
-        _, status = os.waitpid(child, 0)
+        try:
+            _, status = os.waitpid(child, 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 

@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import fx
@@ -137,6 +139,15 @@ def test_a_process_that_dies_or_hangs_is_an_error() -> None:
         process.call(signal.pause, timeout=1)
     with pytest.raises(process.ProcessError, match="KeyError: 'no such model'"):
         process.call(measure.compile_and_memory, model="no such model", backend="eager", device="cpu", dtype="float32")
+
+
+def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(process.ProcessError, match="longer than 2 s"):
+        process.call(subprocess.check_call, timeout=2, args=["sh", "-c", f"echo $$ > {pid}; exec sleep 600"])
+    other = int(pid.read_text())
+    ended = (not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE for _ in range(50))
+    assert any(one or time.sleep(0.1) for one in ended)
 
 
 def test_a_missing_gradient_is_named() -> None:
