@@ -134,6 +134,20 @@ def test_sizes_that_change_are_not_captured(captures: list[str]) -> None:
     assert not captures
 
 
+def test_arguments_whose_size_changes_are_not_captured(captures: list[str]) -> None:
+    """Though no result has such a size."""
+
+    def gram(x: Tensor) -> Tensor:
+        return (x.t() @ x).relu()
+
+    compiled = torch.compile(gram, backend="ort_training", options=CAPTURED)
+    for size in (7, 5, 3):
+        x = torch.randn(size, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), gram(x))
+    assert not captures
+
+
 def test_a_run_that_cannot_be_captured_runs_plainly(captures: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As where a kernel waits for the device, which only shows when it is tried."""
 
