@@ -46,7 +46,13 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     whole = {*registry.registered(), *_WHOLE}
     taken_apart = {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
-    return {**taken_apart, **foreach.decompositions(), **older_torch.decompositions()}
+    return {**taken_apart, **foreach.decompositions(), **older_torch.decompositions(), **_by_dynamo()}
+
+
+def _by_dynamo() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """What Dynamo of torch 2.13 writes in place of `x.addcmul_(y, z, value=v)` and `x.addcdiv_`, as in a step of Adam: an operator of inductor's."""
+    fma = getattr(torch.ops.prims, "fma", None)  # there from the first one on
+    return {} if fma is None else {fma.default: lambda a, b, c: a * b + c}
 
 
 @contextlib.contextmanager

@@ -36,23 +36,23 @@ def test_a_multiple_of_the_other_list(name: str) -> None:
         torch.testing.assert_close(compiled(lambda x, y: function(x, y, alpha=0.5))(*both), function(*both, alpha=0.5))
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01, foreach=True),
-    "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, foreach=True),
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.01, centered=True, foreach=True),
-    "radam": lambda p: torch.optim.RAdam(p, foreach=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, foreach=True),
-    "adamax": lambda p: torch.optim.Adamax(p, foreach=True),
-    "rprop": lambda p: torch.optim.Rprop(p, foreach=True),
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
+    "adamw": lambda p, foreach: torch.optim.AdamW(p, 0.01, foreach=foreach),
+    "adam": lambda p, foreach: torch.optim.Adam(p, 0.01, amsgrad=True, weight_decay=0.1, foreach=foreach),
+    "momentum": lambda p, foreach: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, foreach=foreach),
+    "rmsprop": lambda p, foreach: torch.optim.RMSprop(p, 0.01, centered=True, foreach=foreach),
+    "radam": lambda p, foreach: torch.optim.RAdam(p, foreach=foreach),
+    "adagrad": lambda p, foreach: torch.optim.Adagrad(p, foreach=foreach),
+    "adamax": lambda p, foreach: torch.optim.Adamax(p, foreach=foreach),
+    "rprop": lambda p, foreach: torch.optim.Rprop(p, foreach=foreach),
 }
 
 
-def trained(name: str, *, compile_it: bool) -> list[torch.Tensor]:
+def trained(name: str, *, foreach: bool, compile_it: bool) -> list[torch.Tensor]:
     """The parameters behind three steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = OPTIMIZERS[name](model.parameters(), foreach)
     step = compiled(optimizer.step, fullgraph=False) if compile_it else optimizer.step
     for _ in range(3):
         model.zero_grad()
@@ -62,7 +62,8 @@ def trained(name: str, *, compile_it: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_compiled_optimizer(name: str) -> None:
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_compiled_optimizer(name: str, foreach: bool) -> None:
     with on_ort(graphs=range(1, 4)):
-        found = trained(name, compile_it=True)
-    torch.testing.assert_close(found, trained(name, compile_it=False))
+        found = trained(name, foreach=foreach, compile_it=True)
+    torch.testing.assert_close(found, trained(name, foreach=foreach, compile_it=False))
