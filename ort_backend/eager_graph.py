@@ -1,0 +1,33 @@
+"""Dynamo's graph in eager PyTorch: what `verify` compares with, and what runs where a session cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def eager_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph, to be called in eager PyTorch.
+
+    Bodies of `torch.utils.checkpoint` are called once: as Dynamo writes it, the backward would run them again with other random numbers, which is for
+    AOTAutograd to set right (seen with `backend="eager"` in torch 2.13).
+    """
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    if not any(isinstance(one, fx.GraphModule) and one.graph.find_nodes(op="call_function", target=checkpoint) for one in gm.modules()):
+        return gm
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    made = fx.GraphModule(gm, graph)
+    for name, module in gm.named_children():
+        if isinstance(module, fx.GraphModule):
+            setattr(made, name, eager_graph(module))
+    for node in made.graph.find_nodes(op="call_function", target=checkpoint):
+        node.target, node.kwargs = _called, {}
+    made.recompile()
+    return made
+
+
+def _called(body: Any, *args: Any) -> Any:
+    return body(*args)
