@@ -14,7 +14,8 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import debug, graph_report, regions
+from ort_backend import compiled_autograd, debug, graph_report, regions
+from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
@@ -70,11 +71,9 @@ def ort_training(
     elif mode is not None:
         raise OptionError(f'mode={mode!r} belongs to inductor; backend="ort_training" takes its settings as options={{...}}')
     check_environment()
-    if any(isinstance(value, (list, tuple, dict)) for value in example_inputs):  # so are the graphs of compiled autograd called, and no others
-        raise LoweringError(
-            "torch._dynamo.config.compiled_autograd: it traces the operators of each backward, which are the second half of an ONNX Runtime session "
-            "here; turn it off, the backward is compiled already"
-        )
+    if compiled_autograd.has_lists(example_inputs):
+        flat, row = compiled_autograd.spread(gm, example_inputs)
+        return compiled_autograd.with_lists(ort_training(flat, row, options=options, mode=mode))
     inline_regions(gm)
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
@@ -101,7 +100,8 @@ def ort_training(
 
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
-    return verified(one.beside_python(one.watched(compiled), gm), gm, name, settings.verify)
+    eager = eager_graph(gm)
+    return verified(one.beside_python(one.watched(compiled), eager), eager, name, settings.verify)
 
 
 class _Compilation:
@@ -118,6 +118,7 @@ class _Compilation:
         self._inlined = inlined
         self._counts = RunCounts()
         self._training: TrainingGraph | RegionTraining | None = None
+        self._forward: RegionGraph | None = None  # of which compiled autograd may trace the backward
         self._captured = 0
 
     # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
@@ -138,12 +139,16 @@ class _Compilation:
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `fw_compiler`."""
-        assert self._training is not None
         _keep_saved_tensors()
+        if self._forward is not None:
+            return boxed(self._forward)
+        assert self._training is not None
         return boxed(self._training.forward)
 
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        """AOTAutograd's `bw_compiler`, called at the first backward."""
+        """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
+        if self._forward is not None:
+            return boxed(self._region_graph(module, ".backward", self._counts.ran_backward))
         assert self._training is not None
         return boxed(self._training.backward)
 
@@ -170,6 +175,9 @@ class _Compilation:
             self.dump.graph(joint)
         made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
         forward = self._region_graph(made.forward, ".forward", self._counts.ran_forward)
+        if compiled_autograd.is_on():
+            self._forward = forward
+            return made.forward, made.backward
         backward = self._region_graph(made.backward, ".backward", self._counts.ran_backward)
         self._training = RegionTraining(forward, backward, made.tangent_outputs, has_functions=self._has_functions)
         return made.forward, made.backward
@@ -228,7 +236,7 @@ class _Compilation:
         if self._content is None:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
-        kind = "inference" if self._training is None else "training"
+        kind = "inference" if self._training is None and self._forward is None else "training"
         made = graph_report.add(
             self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes(), self._captured
         )
@@ -312,6 +320,8 @@ def _inlined_functions(gm: fx.GraphModule) -> int:
 
 def _autograd_functions(options: Any) -> str:
     """The option of that name, before the options are checked."""
+    if compiled_autograd.is_on():  # which traces the operators of their backwards
+        return "inline"
     if isinstance(options, CompileOptions):
         return options.autograd_functions
     return str((options or {}).get("autograd_functions", "opaque"))
@@ -328,7 +338,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
     captures = settings.cuda_graphs and _can_capture(provider)
-    python_op = made.python_op and not captures
+    is_traced_later = compiled_autograd.is_on() and not compiled_autograd.is_compiling_backward()
+    python_op = made.python_op and not captures and not is_traced_later
     return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), python_op=python_op, cuda_graphs=captures)
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
+from ort_backend.errors import OrtBackendError
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
@@ -37,6 +38,14 @@ from ort_backend.target import OrtTarget
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("forward(Tensor[] primals) -> Tensor[]")
 _library.define("backward(Tensor[] saved, Tensor token, Tensor[] tangents) -> Tensor[]")
+
+
+@torch.library.register_fake("ort_training::backward", lib=_library)
+def _(saved: Any, token: Any, tangents: Any) -> Any:
+    raise OrtBackendError(
+        "compiled autograd traces a backward whose forward was compiled without it, as one session: set "
+        "torch._dynamo.config.compiled_autograd = True before the first call, or call torch._dynamo.reset()"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ort_backend import compiled_autograd
 from ort_backend.errors import VerificationError
 
 _TOLERANCE = {torch.float64: (1e-7, 1e-8), torch.float32: (1e-3, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
@@ -33,14 +35,20 @@ def verified(compiled: Callable[..., Any], gm: fx.GraphModule, name: str, calls:
     return call
 
 
-def _compare(compiled: Callable[..., Any], gm: Callable[..., Any], args: Sequence[Any], names: Sequence[str], graph: str) -> None:
+def _compare(compiled: Callable[..., Any], gm: fx.GraphModule, args: Sequence[Any], names: Sequence[str], graph: str) -> None:
     state = torch.get_rng_state()
-    results = []
+    held = dict(itertools.chain(gm.named_parameters(), gm.named_buffers()))  # an optimizer's step holds what it changes
+    before = {name: tensor.detach().clone() for name, tensor in held.items()}
+    results, after = [], []
     try:
-        for function in (gm, compiled):
-            torch.set_rng_state(state)
-            copies = [_copy(arg) for arg in args]
-            results.append(_run(function, copies))
+        with compiled_autograd.off():
+            for function in (gm, compiled):
+                torch.set_rng_state(state)
+                copies = [_copy(arg) for arg in args]
+                try:
+                    results.append(_run(function, copies))
+                finally:
+                    after.append(_put_back(held, before))
     finally:
         torch.set_rng_state(state)
     (outputs, inputs, gradients), (own_outputs, own_inputs, own_gradients) = results
@@ -48,9 +56,21 @@ def _compare(compiled: Callable[..., Any], gm: Callable[..., Any], args: Sequenc
         ("output", outputs, own_outputs, [str(i) for i in range(len(outputs))]),
         ("input after the call", inputs, own_inputs, names),
         ("gradient of", gradients, own_gradients, names),
+        ("state after the call", *after, list(held)),
     ):
         for label, one, other in zip(labels, expected, actual, strict=True):
             _check(f"{what} {label}", one, other, graph)
+
+
+def _put_back(held: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Gives tensors the values that they had. Returns those that they have."""
+    after = []
+    with torch.no_grad():
+        for name, tensor in held.items():
+            after.append(tensor.detach().clone())
+            if not torch.equal(tensor, before[name]):
+                tensor.copy_(before[name])
+    return after
 
 
 def _copy(arg: Any) -> Any:

@@ -266,6 +266,19 @@ def test_verify_catches_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch, operat
         compiled(lambda x: x.sin(), options={"verify": 1})(A)
 
 
+def test_verify_catches_a_wrong_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo's graph holds the parameters itself: they are no inputs."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    target = torch.ops.aten.add.Tensor
+    registry.load()
+    monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self, other, alpha=1: op.Add(self, self))])
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    with pytest.raises(ort_backend.VerificationError, match=r"state after the call .*params.* differs from eager"):
+        compiled(optimizer.step, options={"verify": 1}, fullgraph=False)()
+    assert parameter.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_wrong_lowering_is_wrong_without_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests here would notice: what they compare with is not what they run."""
     target = torch.ops.aten.sin.default

@@ -11,8 +11,6 @@ from behaviours.check import compiled, on_ort, same_tree
 from behaviours.operators import Cubed
 from torch import nn
 
-from ort_backend.errors import LoweringError
-
 
 def _trained(make: Callable[[Callable[..., Any]], Callable[..., Any]], with_function: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
@@ -33,20 +31,10 @@ def _trained(make: Callable[[Callable[..., Any]], Callable[..., Any]], with_func
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
-def _broken(step: Callable[..., Any]) -> Callable[..., Any]:
-    return compiled(step, fullgraph=False)
-
-
 @pytest.mark.parametrize("with_function", [False, True])
-def test_a_whole_step(with_function: bool) -> None:
-    with on_ort(python_ops=None, idle=True) as ran:
-        made = _trained(_broken, with_function)
-    assert sum(graph.counts.backward for graph in ran.graphs) == 4
+@pytest.mark.parametrize("verify", [0, 1])
+def test_a_whole_step(with_function: bool, verify: int) -> None:
+    with on_ort(idle=True) as ran:
+        made = _trained(lambda step: compiled(step, fullgraph=False, options={"verify": verify}), with_function)
+    assert sum(graph.counts.backward for graph in ran.graphs) == 4 + verify
     same_tree(made, _trained(lambda step: step, with_function))
-
-
-def test_compiled_autograd_is_an_error_that_says_so() -> None:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(Exception, match="compiled_autograd: it traces") as caught:
-        _trained(_broken, False)
-    assert isinstance(getattr(caught.value, "inner_exception", caught.value), LoweringError)
