@@ -19,18 +19,13 @@ from ort_backend.errors import LoweringError
 
 
 def is_on() -> bool:
-    """Whether what is compiled now may have its backward traced."""
-    return bool(torch._dynamo.config.compiled_autograd) or torch._dynamo.compiled_autograd.compiled_autograd_enabled
-
-
-def is_compiling_backward() -> bool:
-    """Whether what is compiled now is such a backward."""
-    return torch._dynamo.compiled_autograd.in_compiled_autograd_region
+    """Whether what is compiled now may have its backward traced. Not what is compiled of a traced backward."""
+    return torch._dynamo.compiled_autograd.compiled_autograd_enabled
 
 
 def off() -> contextlib.AbstractContextManager[None]:
     """While backwards are not to be traced."""
-    return torch._dynamo.compiled_autograd._disable() if torch._dynamo.compiled_autograd.compiled_autograd_enabled else contextlib.nullcontext()
+    return torch._dynamo.compiled_autograd._disable() if is_on() else contextlib.nullcontext()
 
 
 def has_lists(example_inputs: Sequence[Any]) -> bool:

@@ -145,6 +145,7 @@ class _Compilation:
         assert self._training is not None
         return boxed(self._training.forward)
 
+    @torch.compiler.disable  # it is called while the program runs, which Dynamo may be compiling
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
         if self._forward is not None:
@@ -338,8 +339,7 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
     captures = settings.cuda_graphs and _can_capture(provider)
-    is_traced_later = compiled_autograd.is_on() and not compiled_autograd.is_compiling_backward()
-    python_op = made.python_op and not captures and not is_traced_later
+    python_op = made.python_op and not captures and not compiled_autograd.is_on()
     return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), python_op=python_op, cuda_graphs=captures)
 
 

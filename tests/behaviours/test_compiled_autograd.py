@@ -12,6 +12,7 @@ from behaviours.check import WHOLE_GRAPHS, Ran, compiled, on_ort, same_tree
 from behaviours.operators import Cubed
 from torch import fx, nn
 from torch._dynamo.compiled_autograd import _enable
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch.utils.checkpoint import checkpoint
 
 from ort_backend import compiled_autograd
@@ -127,6 +128,27 @@ def test_a_backward_that_is_not_traced() -> None:
     model.zero_grad()
     model(x).square().sum().backward()
     torch.testing.assert_close(found, model.weight.grad)
+
+
+def test_dynamo_does_not_compile_the_backend_itself() -> None:
+    """A backward that nobody traces is compiled when it first runs: here inside a function that Dynamo compiles."""
+    model, x = nn.Linear(6, 2), torch.randn(4, 6)
+
+    def backward(y: torch.Tensor) -> torch.Tensor:
+        loss = y.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    files: list[str] = []
+    handle = register_bytecode_hook(lambda code, new: files.append(code.co_filename))
+    with on_ort(idle=True) as ran:
+        with _enable(torch.compile(backend="eager")):
+            y = compiled(model)(x)
+        compiled(backward, fullgraph=False)(y)
+    handle.remove()
+    assert sum(graph.counts.backward for graph in ran.graphs) == 2
+    assert __file__ in files
+    assert [file for file in files if file != __file__ and "/torch/" not in file] == []
 
 
 def test_a_backward_that_another_backend_compiles() -> None:
