@@ -44,9 +44,8 @@ def _compare(compiled: Callable[..., Any], gm: fx.GraphModule, args: Sequence[An
         with compiled_autograd.off():
             for function in (gm, compiled):
                 torch.set_rng_state(state)
-                copies = [_copy(arg) for arg in args]
                 try:
-                    results.append(_run(function, copies))
+                    results.append(_run(function, *_copies(args)))
                 finally:
                     after.append(_put_back(held, before))
     finally:
@@ -73,24 +72,50 @@ def _put_back(held: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tenso
     return after
 
 
-def _copy(arg: Any) -> Any:
-    """A leaf over memory of its own, for a tensor that requires grad one whose in-place changes autograd allows."""
-    if not isinstance(arg, torch.Tensor):
-        return arg
-    return arg.detach().clone().requires_grad_(arg.requires_grad)
+def _copies(args: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """Arguments over memory of their own, which autograd allows to change in place, and for each the leaf whose gradient is compared.
+
+    What shares memory does so again: AOTAutograd has compiled the graph for that.
+    """
+    sharing: dict[int, list[torch.Tensor]] = {}
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.layout == torch.strided:
+            sharing.setdefault(arg.untyped_storage()._cdata, []).append(arg)
+    inputs: list[Any] = []
+    leaves: list[torch.Tensor | None] = []
+    bases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: a copy of the tensor that others are views of, and its leaf
+    for arg in args:
+        leaf = None
+        if isinstance(arg, torch.Tensor):
+            group = sharing.get(arg.untyped_storage()._cdata, []) if arg.layout == torch.strided else []
+            base = next((one._base for one in group if one._base is not None), None)
+            if len(group) > 1 and base is not None:
+                key = arg.untyped_storage()._cdata
+                if key not in bases:
+                    leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
+                    bases[key] = (leaf.clone() if leaf.requires_grad else leaf), leaf
+                copy, _ = bases[key]
+                given = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
+                given = given.detach() if given.requires_grad and not arg.requires_grad else given
+            else:
+                leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
+                given = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
+            arg = given
+        inputs.append(arg)
+        leaves.append(leaf if leaf is not None and leaf.requires_grad else None)
+    return inputs, leaves
 
 
-def _run(function: Callable[..., Any], args: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    inputs = [arg.view_as(arg) if isinstance(arg, torch.Tensor) and arg.requires_grad else arg for arg in args]
+def _run(function: Callable[..., Any], inputs: list[Any], leaves: list[torch.Tensor | None]) -> tuple[list[Any], list[Any], list[Any]]:
     outputs = list(function(*inputs))
     differentiable = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf is not None]
     found: dict[int, Any] = {}
-    if differentiable and leaves and torch.is_grad_enabled():
+    if differentiable and wanted and torch.is_grad_enabled():
         tangents = [_tangent(out) for out in differentiable]
-        found = dict(zip(map(id, leaves), torch.autograd.grad(differentiable, leaves, tangents, allow_unused=True), strict=True))
+        found = dict(zip(map(id, wanted), torch.autograd.grad(differentiable, wanted, tangents, allow_unused=True), strict=True))
     kept = [i.detach() if isinstance(i, torch.Tensor) else i for i in inputs]
-    return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], kept, [found.get(id(arg)) for arg in args]
+    return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], kept, [found.get(id(leaf)) for leaf in leaves]
 
 
 def _tangent(output: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -255,6 +255,28 @@ def test_verify_lets_right_graphs_pass() -> None:
         for _ in range(3):
             step(A.detach()).sum().backward()
     assert not torch.equal(reference, torch.get_rng_state())
+
+
+def _parts(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [
+        (lambda: (both := torch.ones(4, 3), both[1]), lambda x, y: (x.add_(1), y.mul_(2), x * y)[2]),
+        (lambda: _parts(torch.ones(2, 4)), lambda x, y: (x.add_(1), x * y)[1]),
+        (lambda: _parts(torch.ones(2, 4, requires_grad=True) * 2), lambda x, y: (x.mul_(2), x.sin() + y)[1]),
+        (lambda: (both := torch.ones(2, 4, requires_grad=True) * 2, both[1]), lambda x, y: (y.mul_(2), x.sin() + y)[1]),
+        (lambda: (torch.ones(4, requires_grad=True) * 2, None), lambda x, y: x.mul_(2).sin()),
+        (lambda: (both := torch.ones(4, requires_grad=True), both.detach()), lambda x, y: x.sin() + y),
+    ],
+    ids=["base and view", "two views", "two views with gradients", "base and view with gradients", "in place", "detached"],
+)
+def test_verify_keeps_what_arguments_share(make: Callable[[], tuple[Any, ...]], function: Callable[..., torch.Tensor]) -> None:
+    with on_ort(graphs=1, idle=True):
+        results = compiled(function, options={"verify": 1})(*make())
+    torch.testing.assert_close(results, function(*make()))
 
 
 @pytest.mark.parametrize(("operator", "what"), [("sin", "output 0"), ("cos", "gradient of")])
