@@ -75,35 +75,37 @@ def _put_back(held: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tenso
 def _copies(args: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor | None]]:
     """Arguments over memory of their own, which autograd allows to change in place, and for each the leaf whose gradient is compared.
 
-    What shares memory does so again: AOTAutograd has compiled the graph for that.
+    Views of one tensor are so again: AOTAutograd has compiled the graph for that.
     """
-    sharing: dict[int, list[torch.Tensor]] = {}
+    groups: dict[int, list[torch.Tensor]] = {}
     for arg in args:
-        if isinstance(arg, torch.Tensor) and arg.layout == torch.strided:
-            sharing.setdefault(arg.untyped_storage()._cdata, []).append(arg)
+        if isinstance(arg, torch.Tensor):
+            groups.setdefault(_memory(arg), []).append(arg)
+    copied: dict[int, torch.Tensor] = {}  # by memory: the copy of what several arguments are views of
     inputs: list[Any] = []
     leaves: list[torch.Tensor | None] = []
-    bases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by storage: a copy of the tensor that others are views of, and its leaf
     for arg in args:
         leaf = None
         if isinstance(arg, torch.Tensor):
-            group = sharing.get(arg.untyped_storage()._cdata, []) if arg.layout == torch.strided else []
-            base = next((one._base for one in group if one._base is not None), None)
-            if len(group) > 1 and base is not None:
-                key = arg.untyped_storage()._cdata
-                if key not in bases:
-                    leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
-                    bases[key] = (leaf.clone() if leaf.requires_grad else leaf), leaf
-                copy, _ = bases[key]
-                given = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
-                given = given.detach() if given.requires_grad and not arg.requires_grad else given
-            else:
+            group = groups[_memory(arg)]
+            base = next((one._base for one in group if one._base is not None), None) if len(group) > 1 else None
+            if base is None:
                 leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
-                given = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
-            arg = given
+                arg = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
+            else:
+                if (copy := copied.get(_memory(arg))) is None:
+                    leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
+                    copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
+                view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
+                arg = view.detach() if view.requires_grad and not arg.requires_grad else view
         inputs.append(arg)
         leaves.append(leaf if leaf is not None and leaf.requires_grad else None)
     return inputs, leaves
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Equal for tensors in the same memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _run(function: Callable[..., Any], inputs: list[Any], leaves: list[torch.Tensor | None]) -> tuple[list[Any], list[Any], list[Any]]:
