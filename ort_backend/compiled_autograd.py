@@ -17,6 +17,8 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 
+_MODULE = "torch._dynamo.compiled_autograd"
+
 
 def is_on() -> bool:
     """Whether what is compiled now may have its backward traced. Not what is compiled of a traced backward."""
@@ -31,6 +33,11 @@ def off() -> contextlib.AbstractContextManager[None]:
 def has_lists(example_inputs: Sequence[Any]) -> bool:
     """Whether a graph takes lists of tensors, as those of traced backwards do, and no others."""
     return any(isinstance(value, (list, tuple)) for value in example_inputs)
+
+
+def has_own_operators(gm: fx.GraphModule) -> bool:
+    """Whether a graph calls what is made for one traced backward, so that no program can name it."""
+    return any(_MODULE in (getattr(node.target, "__module__", None), type(node.target).__module__) for node in gm.graph.nodes)
 
 
 def spread(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:

@@ -81,7 +81,7 @@ def ort_training(
     if traced:
         log.warning("this torch has no place for the hook on autograd.Function: %d of them run as Dynamo traced them", traced)
     dump = debug.Dump.of(settings, name)
-    if dump is not None:
+    if dump is not None and not compiled_autograd.has_own_operators(gm):
         dump.repro(gm, example_inputs, settings)
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 

@@ -12,7 +12,10 @@ from torch import fx
 from ort_backend import compiled_autograd
 from ort_backend.errors import VerificationError
 
-_TOLERANCE = {torch.float64: (1e-7, 1e-8), torch.float32: (1e-3, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2)}
+_TOLERANCE = {
+    torch.float64: (1e-7, 1e-8), torch.float32: (1e-3, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2),
+    torch.complex128: (1e-7, 1e-8), torch.complex64: (1e-3, 1e-4),
+}  # fmt: skip
 
 
 def verified(compiled: Callable[..., Any], gm: fx.GraphModule, name: str, calls: int) -> Callable[..., Any]:
@@ -75,37 +78,63 @@ def _put_back(held: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tenso
 def _copies(args: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor | None]]:
     """Arguments over memory of their own, which autograd allows to change in place, and for each the leaf whose gradient is compared.
 
-    Views of one tensor are so again: AOTAutograd has compiled the graph for that.
+    Plain tensors of one dtype that share memory do so again: AOTAutograd has compiled the graph for that.
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for arg in args:
-        if isinstance(arg, torch.Tensor):
+        if _is_plain(arg):
             groups.setdefault(_memory(arg), []).append(arg)
-    copied: dict[int, torch.Tensor] = {}  # by memory: the copy of what several arguments are views of
+    copied: dict[int, torch.Tensor] = {}  # by memory: the copy of what several arguments are views of, or of the memory itself
     inputs: list[Any] = []
     leaves: list[torch.Tensor | None] = []
     for arg in args:
         leaf = None
         if isinstance(arg, torch.Tensor):
-            group = groups[_memory(arg)]
-            base = next((one._base for one in group if one._base is not None), None) if len(group) > 1 else None
-            if base is None:
-                leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
-                arg = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
-            else:
+            group = groups.get(_memory(arg), []) if _is_plain(arg) else []
+            base = _common_base(group)
+            if base is not None:
                 if (copy := copied.get(_memory(arg))) is None:
                     leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
                     copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
                 view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
                 arg = view.detach() if view.requires_grad and not arg.requires_grad else view
+            elif _is_apart(group):
+                if (memory := copied.get(_memory(arg))) is None:
+                    copied[_memory(arg)] = memory = torch.empty(0, dtype=arg.dtype, device=arg.device).set_(arg.untyped_storage().clone())
+                leaf = memory.new_empty(0).set_(memory.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride())
+                arg = leaf.requires_grad_(arg.requires_grad)
+            else:
+                leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
+                arg = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
         inputs.append(arg)
         leaves.append(leaf if leaf is not None and leaf.requires_grad else None)
     return inputs, leaves
 
 
+def _is_plain(arg: Any) -> bool:
+    return type(arg) in (torch.Tensor, torch.nn.Parameter) and arg.layout == torch.strided and arg.device.type != "meta"
+
+
 def _memory(tensor: torch.Tensor) -> int:
     """Equal for tensors in the same memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def _alike(group: Sequence[torch.Tensor]) -> bool:
+    """Whether there are several, and strides are all that tells how each of them lies in their memory."""
+    return len(group) > 1 and len({one.dtype for one in group}) == 1 and not any(one.is_conj() or one.is_neg() for one in group)
+
+
+def _common_base(group: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor that autograd knows all of them as views of, or as itself."""
+    base = next((one._base for one in group if one._base is not None), None)
+    related = base is not None and _alike([*group, base]) and len(group) > 1 and all(one is base or one._base is base for one in group)
+    return base if related and all(one.storage_offset() >= base.storage_offset() for one in group) else None  # type: ignore[union-attr]
+
+
+def _is_apart(group: Sequence[torch.Tensor]) -> bool:
+    """Whether they share memory and autograd does not know: `x` and `x.detach()`."""
+    return _alike(group) and all(one._base is None for one in group)
 
 
 def _run(function: Callable[..., Any], inputs: list[Any], leaves: list[torch.Tensor | None]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -134,6 +163,8 @@ def _check(what: str, expected: Any, actual: Any, graph: str) -> None:
             if not bool((present == 0).all()):
                 raise VerificationError(f"{graph}: {what} differs from eager PyTorch: eager has {_kind(expected)}, ort_training has {_kind(actual)}")
         return
+    if expected.layout != torch.strided and expected.layout == actual.layout:
+        expected, actual = expected.to_dense(), actual.to_dense()
     rtol, atol = _TOLERANCE.get(expected.dtype, (0.0, 0.0))
     if atol and expected.numel():
         atol *= max(1.0, float(expected.abs().nan_to_num(0.0, 0.0, 0.0).max()))  # rounding grows with the numbers that were summed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,6 +169,15 @@ def test_a_forward_that_was_compiled_without_it() -> None:
     step(x).sum().backward()
     with _enable(torch.compile(backend="ort_training")), pytest.raises(Exception, match="before the first call, or call torch._dynamo.reset"):
         step(x).sum().backward()
+
+
+def test_dumps_of_a_traced_backward_have_no_repro(tmp_path: Path) -> None:
+    """No program can name the operators that compiled autograd makes for it."""
+    _both(MODELS["dropout"], [4], dump_dir=str(tmp_path))
+    dumped = {path.name for path in tmp_path.iterdir()}
+    assert [name for name in dumped if name.endswith("repro.py")]
+    for path in tmp_path.glob("*repro.py"):
+        assert "compiled_autograd_ops" not in path.read_text()
 
 
 def test_lists_are_spread() -> None:

@@ -270,8 +270,16 @@ def _parts(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (lambda: (both := torch.ones(2, 4, requires_grad=True) * 2, both[1]), lambda x, y: (y.mul_(2), x.sin() + y)[1]),
         (lambda: (torch.ones(4, requires_grad=True) * 2, None), lambda x, y: x.mul_(2).sin()),
         (lambda: (both := torch.ones(4, requires_grad=True), both.detach()), lambda x, y: x.sin() + y),
+        (lambda: (both := torch.ones(4), both.detach()), lambda x, y: (x.add_(1), x * 2 + y.sum())[1]),
+        (lambda: ((both := torch.ones(4, 6)).view(torch.int32), both[0]), lambda x, y: (x * 2).sum() + y),
+        (lambda: ((both := torch.ones(4, 3, dtype=torch.complex64)).real, both.imag), lambda x, y: x * y),
+        (lambda: ((both := torch.ones(4, 3, dtype=torch.complex64)), both.conj()), lambda x, y: x * y * 1.1),
+        (lambda: ((both := torch.ones(4, 6))[2:].detach()[:1], both), lambda x, y: x + y),
     ],
-    ids=["base and view", "two views", "two views with gradients", "base and view with gradients", "in place", "detached"],
+    ids=[
+        *("base and view", "two views", "two views with gradients", "base and view with gradients", "in place", "detached"),
+        *("detached in place", "two dtypes", "real and imaginary", "conjugate", "view of a detached part"),
+    ],
 )
 def test_verify_keeps_what_arguments_share(make: Callable[[], tuple[Any, ...]], function: Callable[..., torch.Tensor]) -> None:
     with on_ort(graphs=1, idle=True):
@@ -286,6 +294,11 @@ def test_verify_catches_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch, operat
     monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self: op.Tan(self))])
     with pytest.raises(ort_backend.VerificationError, match=f"{what}.* differs from eager"):
         compiled(lambda x: x.sin(), options={"verify": 1})(A)
+
+
+def test_verify_compares_sparse_gradients() -> None:
+    with on_ort(graphs=1, python_ops=None):
+        compiled(nn.Embedding(10, 6, sparse=True), options={"verify": 1})(torch.arange(4)).square().sum().backward()
 
 
 def test_verify_catches_a_wrong_step_of_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
