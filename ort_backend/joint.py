@@ -92,7 +92,7 @@ def lower_joint(
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
-        tangents=tuple(input_of(i, node.meta["val"]) for i, node in enumerate(partition.tangents)),
+        tangents=tuple(input_of(partition.tangents.index(node), node.meta["val"]) for node in _entering(partition)),
         gradients=gradients,
         draws=hoisted.draws,
         draws_inside=bool(hoisted.left),
@@ -137,7 +137,7 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
     # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for
     # is its own affair (aliases, mutated inputs), so that each tangent is paired with an input of its type; the others are marked.
     partners: list[int] = []
-    for tangent in partition.tangents:
+    for tangent in _entering(partition):
         start = partners[-1] + 1 if partners else 0
         match = next((i for i in range(start, len(values)) if values[i].dtype == lowering.dtype_of(tangent)), None)
         if match is None:
@@ -153,15 +153,20 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
         # The user's Python runs in the forward, also where nothing uses its results.
         values.append(last)
         nodes.append(partition.forward[-1])
-    lowering.yield_op(values, partition.tangents, [i for i in range(len(values)) if i not in partners])
+    lowering.yield_op(values, _entering(partition), [i for i in range(len(values)) if i not in partners])
     return outputs, nodes, values
+
+
+def _entering(partition: JointPartition) -> list[fx.Node]:
+    """The tangents that are values: where a result is a DTensor, its mesh comes as a tangent as well (seen in torch 2.13)."""
+    return [node for node in partition.tangents if isinstance(node.meta["val"], (torch.Tensor, torch.SymInt, torch.SymFloat, int, float))]
 
 
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
     gradients, nodes = add_outputs(lowering, partition.gradients, partition.tangents)
     if not nodes:  # a session needs an output
-        if partition.tangents:
-            nodes = [partition.tangents[0]]
+        if entering := _entering(partition):
+            nodes = entering[:1]
             value = lowering.fresh(lowering.value(nodes[0]), nodes[0].meta["val"])
         else:  # all results are views that the user took without gradients
             nodes = [next(node for node in partition.primals if isinstance(node.meta["val"], torch.Tensor))]

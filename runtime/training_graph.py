@@ -136,7 +136,7 @@ class TrainingGraph:
         self._runs: dict[int, _Run] = {}
         self._tokens = itertools.count()
         self._latest = _Latest()
-        every = frozenset(range(len(plan.tangents)))
+        every = frozenset(one.position for one in plan.tangents)
         # Whether some gradient depends on some of the tangents only, or a user's Function may.
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
         self._may_be_undefined = plan.tangent_outputs is not None and partial
