@@ -85,30 +85,28 @@ def _copies(args: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor | None]]:
         if _is_plain(arg):
             groups.setdefault(_memory(arg), []).append(arg)
     copied: dict[int, torch.Tensor] = {}  # by memory: the copy of what several arguments are views of, or of the memory itself
-    inputs: list[Any] = []
-    leaves: list[torch.Tensor | None] = []
-    for arg in args:
+    copies = [_copy(arg, groups.get(_memory(arg), []) if _is_plain(arg) else [], copied) for arg in args]
+    return [given for given, _ in copies], [leaf if leaf is not None and leaf.requires_grad else None for _, leaf in copies]
+
+
+def _copy(arg: Any, group: Sequence[torch.Tensor], copied: dict[int, torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
+    """One argument's copy and the leaf that came with it; `group` are the arguments in its memory."""
+    if not isinstance(arg, torch.Tensor):
+        return arg, None
+    if (base := _common_base(group)) is not None:
         leaf = None
-        if isinstance(arg, torch.Tensor):
-            group = groups.get(_memory(arg), []) if _is_plain(arg) else []
-            base = _common_base(group)
-            if base is not None:
-                if (copy := copied.get(_memory(arg))) is None:
-                    leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
-                    copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
-                view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
-                arg = view.detach() if view.requires_grad and not arg.requires_grad else view
-            elif _is_apart(group):
-                if (memory := copied.get(_memory(arg))) is None:
-                    copied[_memory(arg)] = memory = torch.empty(0, dtype=arg.dtype, device=arg.device).set_(arg.untyped_storage().clone())
-                leaf = memory.new_empty(0).set_(memory.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride())
-                arg = leaf.requires_grad_(arg.requires_grad)
-            else:
-                leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
-                arg = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
-        inputs.append(arg)
-        leaves.append(leaf if leaf is not None and leaf.requires_grad else None)
-    return inputs, leaves
+        if (copy := copied.get(_memory(arg))) is None:
+            leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
+            copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
+        view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
+        return view.detach() if view.requires_grad and not arg.requires_grad else view, leaf
+    if _is_apart(group):
+        if (memory := copied.get(_memory(arg))) is None:
+            copied[_memory(arg)] = memory = arg.new_empty(0).set_(arg.untyped_storage().clone())
+        leaf = arg.new_empty(0).set_(memory.untyped_storage(), arg.storage_offset(), arg.shape, arg.stride()).requires_grad_(arg.requires_grad)
+        return leaf, leaf
+    leaf = arg.detach().clone().requires_grad_(arg.requires_grad)
+    return leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf, leaf
 
 
 def _is_plain(arg: Any) -> bool:
@@ -128,8 +126,10 @@ def _alike(group: Sequence[torch.Tensor]) -> bool:
 def _common_base(group: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensor that autograd knows all of them as views of, or as itself."""
     base = next((one._base for one in group if one._base is not None), None)
-    related = base is not None and _alike([*group, base]) and len(group) > 1 and all(one is base or one._base is base for one in group)
-    return base if related and all(one.storage_offset() >= base.storage_offset() for one in group) else None  # type: ignore[union-attr]
+    if base is None or len(group) < 2 or not _alike([*group, base]):
+        return None
+    inside = all((one is base or one._base is base) and one.storage_offset() >= base.storage_offset() for one in group)
+    return base if inside else None
 
 
 def _is_apart(group: Sequence[torch.Tensor]) -> bool:
