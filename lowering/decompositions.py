@@ -67,7 +67,7 @@ def lstm_as_steps(*, onednn: bool = False) -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with whole_recurrent_layers(onednn=onednn and enabled):
+        with whole_recurrent_layers(onednn=onednn):
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
-from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
+from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, ONEDNN_MM
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -58,6 +58,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     """
     if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
         return "oneDNN's kernels, as in eager PyTorch"
+    if node.target is ONEDNN_MM:
+        return "oneDNN's product is faster at this size"
     if not target.whole_graphs or target.kernels == "onnxruntime":
         return None
     if node.target in _FUSED_ATTENTION:
@@ -135,6 +137,21 @@ def lstm_by_onednn(length: int, batch: int, hidden: int) -> bool:
     steps and one row: 1.1 for 64, 0.9 for 256, 0.6 for 512; of 8 rows 1.0, 1.2, 1.6 (`python -m benchmarks.recurrent`).
     """
     return not ((length <= 16 and batch <= 8) or (length <= 64 and batch == 1 and hidden >= 256))
+
+
+def product_by_onednn(rows: int, depth: int, columns: int, *, transposed: bool) -> bool:
+    """Whether oneDNN computes a product (rows x depth) (depth x columns) in float32, and not ONNX Runtime.
+
+    ONNX Runtime's kernels read the left side where it lies. Rows a multiple of 4 KB apart share their place in the first cache, and the product
+    takes 1.04 to 1.26 of oneDNN's time inside a PythonOp (once 1.5); at other distances 0.85 to 1.07. What is `transposed`, as in a gradient of
+    weights, they copy first: 1.05 to 1.23 where the sum is long and the result wide (`python -m benchmarks.products`). Below some milliseconds, the
+    call into Python and the memory of its result, which PyTorch takes from the C library, cost as much as is gained.
+    """
+    if rows * depth * columns < 2e8:
+        return False
+    if transposed:
+        return depth >= 768 and (columns >= 768 or rows < columns)
+    return depth % 1024 == 0
 
 
 def operator_class(node: fx.Node) -> str:

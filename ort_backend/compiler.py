@@ -20,7 +20,7 @@ from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
 from ort_backend.joint import halves, lower_inference, lower_joint
-from ort_backend.lowering import decompositions, dynamo_hook, recurrent_layers, traced_function
+from ort_backend.lowering import decompositions, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.composites import right_losses, whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
@@ -86,7 +86,7 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
-    whole_layers = decompositions.lstm_as_steps(onednn=pytorch_may_run(one.target))
+    whole_layers = decompositions.lstm_as_steps(onednn=one.target.onednn and pytorch_may_run(one.target))
     with compilation.phase("aot"), whole_layers, whole_interpolation(), right_losses(), assigned_behind_the_graph():
         compiled = aot_module_simplified(
             gm,
@@ -340,7 +340,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
     captures = settings.cuda_graphs and _can_capture(provider)
     python_op = made.python_op and not captures and not compiled_autograd.is_on()
-    return dataclasses.replace(made, kernels=kernels, device_index=next(iter(devices), 0), python_op=python_op, cuda_graphs=captures)
+    device = next(iter(devices), 0)
+    return dataclasses.replace(made, kernels=kernels, device_index=device, python_op=python_op, onednn=onednn.is_on(), cuda_graphs=captures)
 
 
 def _can_capture(provider: str) -> bool:

@@ -24,6 +24,7 @@ from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
+from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.scales import fuse_scales
@@ -74,6 +75,7 @@ def lower_joint(
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
+    choose_products(graph, target)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
     partition = divide(graph, num_fwd_outputs)
@@ -114,6 +116,7 @@ def lower_inference(
     mark_effects(graph)
     drop_relayouts(graph)
     select_gradients(graph, everywhere=False)
+    choose_products(graph, target)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

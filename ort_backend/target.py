@@ -28,6 +28,7 @@ class OrtTarget:
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
             ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
+        onednn: Whether PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn`).
         cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
             captured but never replayed (read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls).
     """
@@ -40,6 +41,7 @@ class OrtTarget:
     has_kernel: Callable[[Any], bool] = _every_kernel
     contrib_ops: frozenset[str] = frozenset()
     kernels: str = "measured"
+    onednn: bool = False
     cuda_graphs: bool = False
 
     @property

@@ -1,0 +1,68 @@
+"""Matrix products that oneDNN computes faster than ONNX Runtime become its own, with their transposes and bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ort_backend.lowering.kernel_choice import product_by_onednn, pytorch_may_run
+from ort_backend.lowering.onednn import ONEDNN_MM
+from ort_backend.lowering.symbolic import hint
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+
+def choose_products(graph: fx.Graph, target: OrtTarget) -> int:
+    """Replaces, in place, `mm` and `addmm` in float32 where oneDNN's product is the faster one.
+
+    Args:
+        graph: Of ATen operators with fake tensors in their metadata. Symbolic sizes count as their example.
+        target: The ONNX Runtime that the graph is for.
+
+    Returns:
+        How many were replaced.
+    """
+    if not pytorch_may_run(target) or not target.onednn:
+        return 0
+    found = [node for node in graph.nodes if _is_product(node) and _is_faster(*node.args[-2:])]
+    for node in found:
+        *bias, left, right = map(_untransposed, node.args)
+        node.target, node.args, node.kwargs = ONEDNN_MM, (left[0], right[0], bias[0][0] if bias else None, left[1], right[1]), {}
+    return len(found)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether `node` is left @ right of dense matrices in float32, or that and a number for each column."""
+    if node.target not in (aten.mm.default, aten.addmm.default) or any(factor != 1 for factor in node.kwargs.values()):
+        return False
+    fakes = [one.meta["val"] for one in node.all_input_nodes]
+    if any(fake.dtype != torch.float32 or fake.layout != torch.strided for fake in fakes):
+        return False
+    return node.target is aten.mm.default or statically_known_true(_shape(node.args[0]) == _shape(node)[1:])
+
+
+def _is_faster(left: Any, right: Any) -> bool:
+    rows, depth, columns = map(hint, (*_shape(left), _shape(right)[1]))
+    return product_by_onednn(rows, depth, columns, transposed=_untransposed(left)[1])
+
+
+def _shape(node: Any) -> torch.Size:
+    return node.meta["val"].shape
+
+
+def _untransposed(node: Any) -> tuple[fx.Node, bool]:
+    """(matrix, whether `node` is its transpose)."""
+    swapped = False
+    while _is_transpose(node):
+        node, swapped = node.args[0], not swapped
+    return node, swapped
+
+
+def _is_transpose(node: Any) -> bool:
+    if node.target is aten.permute.default:
+        return [axis % 2 for axis in node.args[1]] == [1, 0]
+    return node.target is aten.t.default or (node.target is aten.transpose.int and node.args[1] % 2 != node.args[2] % 2)

@@ -1,0 +1,130 @@
+"""Matrix products that oneDNN computes: which, with what results, and where not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ort_backend
+from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.passes import products
+from ort_backend.runtime import capabilities
+
+pytestmark = pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, which such products run in, needs onnxruntime-training")
+
+ONEDNN = "ort_training::onednn_mm"
+OFF: list[dict[str, Any]] = [{"kernels": "onnxruntime"}, {"strict": True}]
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "product_by_onednn", lambda *sizes, transposed: True)
+
+
+def _by_onednn() -> int:
+    return sum(one.count for one in ort_backend.report().graphs[-1].outside if one.operator == ONEDNN)
+
+
+def _gradients(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    out = call(x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(one.grad for one in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "rows, depth, columns, transposed, chosen",
+    [
+        (256, 1024, 1024, False, True),
+        (256, 1000, 1024, False, False),  # rows at another distance
+        (64, 1024, 1024, False, False),  # too small
+        (384, 1024, 1536, True, True),
+        (2048, 768, 1024, True, True),
+        (1536, 1024, 384, True, False),  # a narrow result
+        (768, 512, 3072, True, False),  # a short sum
+    ],
+)
+def test_choice(rows: int, depth: int, columns: int, transposed: bool, chosen: bool) -> None:
+    assert kernel_choice.product_by_onednn(rows, depth, columns, transposed=transposed) == chosen
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_wide_layer_runs_by_onednn(bias: bool) -> None:
+    torch._dynamo.reset()
+    model, x = nn.Linear(1024, 800, bias=bias), torch.randn(256, 1024)
+    expected = _gradients(model, x, model)
+    found = _gradients(model, x, torch.compile(model, backend="ort_training", options={"verify": 1}, fullgraph=True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    assert _by_onednn() == 1  # the forward: rows of the gradient are 3,200 bytes apart
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_results_equal_eager(always: None, bias: bool, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(5, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3, bias=bias))
+    compiled = torch.compile(model, backend="ort_training", fullgraph=True, dynamic=dynamic)
+    for rows in (4, 9, 1) if dynamic else (4,):
+        x = torch.randn(rows, 5)
+        torch.testing.assert_close(_gradients(model, x, compiled), _gradients(model, x, model), rtol=1e-4, atol=1e-5)
+    assert _by_onednn() == 6  # a forward, and gradients of input and weights, of each layer
+
+
+def test_no_rows_at_all(always: None) -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(5, 7)
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        return model(x[x[:, 0] > 0])
+
+    compiled = torch.compile(kept, backend="ort_training", fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for x in (torch.randn(6, 5), -torch.rand(6, 5)):
+            torch.testing.assert_close(_gradients(model, x, compiled), _gradients(model, x, kept), rtol=1e-4, atol=1e-5)
+    assert _by_onednn() == 3
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: a.transpose(-1, -2).permute(-1, -2) @ b.t().t(),
+        lambda a, b: a @ b.t().permute(1, 0),
+        lambda a, b: torch.addmm(torch.ones(1), a, b),
+        lambda a, b: torch.addmm(a[0, 0], a, b),
+        lambda a, b: torch.addmm(b[0], a, b, beta=2),
+        lambda a, b: torch.addmm(a @ b, a, b),
+    ],
+)
+def test_forms_of_products(always: None, function: Any) -> None:
+    torch._dynamo.reset()
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    compiled = torch.compile(function, backend="ort_training", fullgraph=True)
+    torch.testing.assert_close(compiled(a, b), function(a, b), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled(b.t().contiguous().t()[:3, :4], b), function(b[:3, :4], b), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", OFF, ids=str)
+def test_onnx_runtime_only(always: None, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.mm, backend="ort_training", options=options)
+    compiled(torch.randn(3, 4), torch.randn(4, 5))
+    assert _by_onednn() == 0
+
+
+def test_where_onednn_is_turned_off(always: None) -> None:
+    torch._dynamo.reset()
+    with torch.backends.mkldnn.flags(enabled=False):
+        torch.compile(torch.mm, backend="ort_training")(torch.randn(3, 4), torch.randn(4, 5))
+    assert _by_onednn() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_other_dtypes_stay(always: None, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    a, b = torch.arange(12).reshape(3, 4).to(dtype), torch.arange(20).reshape(4, 5).to(dtype)
+    torch.testing.assert_close(torch.compile(torch.mm, backend="ort_training")(a, b), a @ b)
+    assert _by_onednn() == 0
