@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from unittest import mock
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.turns import processor_times
+from benchmarks.turns import cell, processor_times
 from ort_backend.lowering.passes import products
 
 SECONDS, ROUNDS = 0.4, (7, 60)
@@ -61,13 +60,8 @@ def main() -> None:
         right = torch.randn(*((columns, depth) if trans_right else (depth, columns)))
         with torch.no_grad():
             times = processor_times([make_product(kind, form, left, right) for kind in KINDS], SECONDS, *ROUNDS)
-        table.add_row(form, str(rows), str(depth), str(columns), *(_cell(one, times[KINDS.index("oneDNN")]) for one in times))
+        table.add_row(form, str(rows), str(depth), str(columns), *(cell(one, times[KINDS.index("oneDNN")]) for one in times))
     Console().print(table)
-
-
-def _cell(times: list[float], onednn: list[float]) -> str:
-    ratio = "" if times is onednn else f" ({statistics.median(a / b for a, b in zip(times, onednn)):.2f})"
-    return f"{statistics.median(times) * 1e3:.2f}{ratio}"
 
 
 if __name__ == "__main__":

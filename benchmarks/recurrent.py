@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable
 from unittest import mock
 
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.turns import processor_times
+from benchmarks.turns import cell, processor_times
 from ort_backend.lowering import kernel_choice
 
 SECONDS, ROUNDS = 0.5, (5, 80)
@@ -59,13 +58,8 @@ def main() -> None:
     for sizes in itertools.product(arguments.hidden, arguments.lengths, arguments.batches):
         torch._dynamo.reset()
         times = processor_times([make_step(kind, *sizes) for kind in KINDS], SECONDS, *ROUNDS)
-        table.add_row(*map(str, sizes), *(_cell(one, times[0]) for one in times))
+        table.add_row(*map(str, sizes), *(cell(one, times[0]) for one in times))
     Console().print(table)
-
-
-def _cell(times: list[float], eager: list[float]) -> str:
-    ratio = "" if times is eager else f" ({statistics.median(a / b for a, b in zip(times, eager)):.2f})"
-    return f"{statistics.median(times) * 1e3:.2f}{ratio}"
 
 
 if __name__ == "__main__":

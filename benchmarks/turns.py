@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,12 @@ def processor_times(runs: Sequence[Callable[[], Any]], seconds: float, least: in
         for run, found in zip(runs, times):
             found.append(_timed(run))
     return times
+
+
+def cell(times: list[float], base: list[float]) -> str:
+    """For a table: the median in milliseconds, and behind it the median ratio to what `base` took in the same rounds, unless that is `times`."""
+    ratio = "" if times is base else f" ({statistics.median(a / b for a, b in zip(times, base)):.2f})"
+    return f"{statistics.median(times) * 1e3:.2f}{ratio}"
 
 
 def _timed(run: Callable[[], Any]) -> float:
