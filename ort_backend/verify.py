@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ort_backend import compiled_autograd
 from ort_backend.errors import VerificationError
@@ -150,9 +151,19 @@ def _run(function: Callable[..., Any], inputs: list[Any], leaves: list[torch.Ten
 
 
 def _tangent(output: torch.Tensor) -> torch.Tensor:
-    """The same numbers for eager and compiled, without touching the global generator."""
+    """The same numbers for eager and compiled, without touching the global generator; of the output's class, as AOTAutograd requires."""
+    if is_traceable_wrapper_subclass(output):
+        names, context = output.__tensor_flatten__()
+        inner = {name: getattr(output, name) for name in names}
+        tangents = {name: _tangent(one) if _has_gradient(one) else one for name, one in inner.items()}
+        return type(output).__tensor_unflatten__(tangents, context, output.shape, output.stride())
     generator = torch.Generator(device=output.device).manual_seed(output.numel())
     return torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
+
+
+def _has_gradient(part: Any) -> bool:
+    """Not offsets of rows, nor the mesh of a DTensor."""
+    return isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex())
 
 
 def _check(what: str, expected: Any, actual: Any, graph: str) -> None:
@@ -162,6 +173,10 @@ def _check(what: str, expected: Any, actual: Any, graph: str) -> None:
             present = expected if isinstance(expected, torch.Tensor) else actual
             if not bool((present == 0).all()):
                 raise VerificationError(f"{graph}: {what} differs from eager PyTorch: eager has {_kind(expected)}, ort_training has {_kind(actual)}")
+        return
+    if is_traceable_wrapper_subclass(expected) and type(expected) is type(actual):
+        for name in expected.__tensor_flatten__()[0]:
+            _check(f"{what}, {name} of its {type(expected).__name__},", getattr(expected, name), getattr(actual, name), graph)
         return
     if expected.layout != torch.strided and expected.layout == actual.layout:
         expected, actual = expected.to_dense(), actual.to_dense()

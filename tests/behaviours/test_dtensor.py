@@ -30,13 +30,14 @@ FUNCTIONS: dict[str, Callable[[DTensor, DTensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("verify", [0, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients(mesh: DeviceMesh, name: str) -> None:
+def test_gradients(mesh: DeviceMesh, name: str, verify: int) -> None:
     function = FUNCTIONS[name]
     values = torch.randn(4, 4), torch.randn(4, 4)
     found = []
     with on_ort(graphs=1, python_ops=None):
-        for call in (compiled(function), function):
+        for call in (compiled(function, options={"verify": verify}), function):
             x, w = (distribute_tensor(value.clone(), mesh, [Shard(0)]).requires_grad_() for value in values)
             result = call(x, w)
             (result.full_tensor() if isinstance(result, DTensor) else result).square().sum().backward()

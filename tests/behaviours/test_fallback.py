@@ -11,6 +11,7 @@ import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ort_backend
 from ort_backend import compiler
@@ -294,6 +295,33 @@ def test_verify_catches_a_wrong_lowering(monkeypatch: pytest.MonkeyPatch, operat
     monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self: op.Tan(self))])
     with pytest.raises(ort_backend.VerificationError, match=f"{what}.* differs from eager"):
         compiled(lambda x: x.sin(), options={"verify": 1})(A)
+
+
+def _two_tensors() -> TwoTensor:
+    return TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()
+
+
+def test_verify_of_a_tensor_subclass() -> None:
+    def step(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin() * scale, x + scale
+
+    x, scale = _two_tensors(), torch.randn(3, 4, requires_grad=True)
+    gradients = []
+    with on_ort(graphs=1):
+        for function in (compiled(step, options={"verify": 2}), step):
+            gradients.append(torch.autograd.grad(sum(one.sum() for one in function(x, scale)), [x, scale]))  # type: ignore[union-attr]
+    for own, expected in zip(*gradients, strict=True):
+        assert isinstance(own, TwoTensor) and isinstance(expected, TwoTensor)
+        torch.testing.assert_close([own.a, own.b], [expected.a, expected.b])
+
+
+@pytest.mark.parametrize(("operator", "what"), [("sin", "output 0, a of its TwoTensor,"), ("cos", "gradient of .*, a of its TwoTensor,")])
+def test_verify_catches_a_wrong_lowering_in_a_tensor_subclass(monkeypatch: pytest.MonkeyPatch, operator: str, what: str) -> None:
+    target = getattr(torch.ops.aten, operator).default
+    registry.load()
+    monkeypatch.setitem(registry._table, target, [registry.Lowering(target, lambda op, self: op.Tan(self))])
+    with pytest.raises(ort_backend.VerificationError, match=f"{what} differs from eager"):
+        compiled(lambda x: x.sin(), options={"verify": 1})(_two_tensors())
 
 
 def test_verify_compares_sparse_gradients() -> None:
