@@ -330,6 +330,9 @@ def _autograd_functions(options: Any) -> str:
 
 def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
     """The provider that was asked for, or the one of the tensors."""
+    for name, value in zip((node.name for node in gm.graph.nodes if node.op == "placeholder"), example_inputs):
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "cuda"):
+            raise LoweringError(f"input {name} is on device '{value.device}', but ONNX Runtime runs here on the CPU and on CUDA")
     tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
     tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
     devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}

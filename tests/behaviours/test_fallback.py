@@ -178,6 +178,11 @@ def test_a_runtime_failure_is_the_packages_error() -> None:
         step(A, torch.tensor([3, 0])).sum().backward()
 
 
+def test_another_device_is_an_error_that_names_the_input() -> None:
+    with pytest.raises(Exception, match=r"input l_\w*x_ is on device 'meta', but ONNX Runtime runs here on the CPU and on CUDA"):
+        compiled(lambda x, y: x * y)(torch.ones(2, device="meta"), torch.ones(2, device="meta"))
+
+
 def test_a_branch_on_data_breaks_the_graph() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
