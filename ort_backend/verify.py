@@ -111,7 +111,7 @@ def _copy(arg: Any, group: Sequence[torch.Tensor], copied: dict[int, torch.Tenso
 
 
 def _is_plain(arg: Any) -> bool:
-    return type(arg) in (torch.Tensor, torch.nn.Parameter) and arg.layout == torch.strided and arg.device.type != "meta"
+    return type(arg) in (torch.Tensor, torch.nn.Parameter) and arg.layout == torch.strided
 
 
 def _memory(tensor: torch.Tensor) -> int:
