@@ -144,14 +144,11 @@ def product_by_onednn(rows: int, depth: int, columns: int, *, transposed: bool) 
 
     ONNX Runtime's kernels read the left side where it lies. Rows a multiple of 4 KB apart share their place in the first cache, and the product
     takes 1.04 to 1.26 of oneDNN's time inside a PythonOp (once 1.5); at other distances 0.85 to 1.07. What is `transposed`, as in a gradient of
-    weights, they copy first: 1.05 to 1.23 where the sum is long and the result wide (`python -m benchmarks.products`). Below some milliseconds, the
-    call into Python and the memory of its result, which PyTorch takes from the C library, cost as much as is gained.
+    weights, both copy first; ONNX Runtime takes 1.05 to 1.23 there where the sum is long and the result wide (`python -m benchmarks.products`), but
+    whole steps gained no more than their noise, and their peak of memory grew by a tenth. Below some milliseconds, the call into Python and the
+    memory of its result, which PyTorch takes from the C library, cost as much as is gained.
     """
-    if rows * depth * columns < 2e8:
-        return False
-    if transposed:
-        return depth >= 768 and (columns >= 768 or rows < columns)
-    return depth % 1024 == 0
+    return not transposed and depth % 1024 == 0 and rows * depth * columns >= 2e8
 
 
 def operator_class(node: fx.Node) -> str:

@@ -75,9 +75,9 @@ def lower_joint(
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
-    choose_products(graph, target)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
+    choose_products(graph, target)  # behind `recompute`, where PyTorch's partitioner weighs operators that it knows
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)

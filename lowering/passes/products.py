@@ -16,23 +16,20 @@ from ort_backend.target import OrtTarget
 aten = torch.ops.aten
 
 
-def choose_products(graph: fx.Graph, target: OrtTarget) -> int:
+def choose_products(graph: fx.Graph, target: OrtTarget) -> None:
     """Replaces, in place, `mm` and `addmm` in float32 where oneDNN's product is the faster one.
 
     Args:
         graph: Of ATen operators with fake tensors in their metadata. Symbolic sizes count as their example.
         target: The ONNX Runtime that the graph is for.
-
-    Returns:
-        How many were replaced.
     """
     if not pytorch_may_run(target) or not target.onednn:
-        return 0
-    found = [node for node in graph.nodes if _is_product(node) and _is_faster(*node.args[-2:])]
-    for node in found:
-        *bias, left, right = map(_untransposed, node.args)
-        node.target, node.args, node.kwargs = ONEDNN_MM, (left[0], right[0], bias[0][0] if bias else None, left[1], right[1]), {}
-    return len(found)
+        return
+    for node in graph.nodes:
+        if _is_product(node) and _is_faster(*node.args[-2:]):
+            *bias, left, right = node.args
+            (left, trans_left), (right, trans_right) = _untransposed(left), _untransposed(right)
+            node.target, node.args, node.kwargs = ONEDNN_MM, (left, right, *(bias or [None]), trans_left, trans_right), {}
 
 
 def _is_product(node: fx.Node) -> bool:

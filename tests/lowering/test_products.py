@@ -42,10 +42,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tenso
         (256, 1024, 1024, False, True),
         (256, 1000, 1024, False, False),  # rows at another distance
         (64, 1024, 1024, False, False),  # too small
-        (384, 1024, 1536, True, True),
-        (2048, 768, 1024, True, True),
-        (1536, 1024, 384, True, False),  # a narrow result
-        (768, 512, 3072, True, False),  # a short sum
+        (384, 1024, 1536, True, False),  # costs memory
     ],
 )
 def test_choice(rows: int, depth: int, columns: int, transposed: bool, chosen: bool) -> None:
