@@ -26,7 +26,7 @@ from ort_backend.lowering import kernel_choice
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
-from ort_backend.runtime.session import Session, SessionConfig
+from ort_backend.runtime.session import Program, Session, SessionConfig
 
 aten = torch.ops.aten
 rand = torch.randn
@@ -221,7 +221,7 @@ def _runner(graph: fx.Graph, values: Sequence[torch.Tensor], kernels: str) -> Ca
     lowered, plan = lower_inference(graph, target, strict=False, name="measured")
     if kernels == "onnxruntime" and lowered.outside:
         return None
-    compiled = InferenceGraph(Session(lowered.model, SessionConfig(), lowered.python_calls), plan, RunCounts())
+    compiled = InferenceGraph(Session(Program.of(lowered.model), SessionConfig(), lowered.python_calls), plan, RunCounts())
     return lambda: compiled(list(values))
 
 

@@ -21,7 +21,7 @@ from benchmarks.training import REFERENCE
 FORMAT = 1
 
 # Backends that keep caches on disk, so that a fresh process with them differs from one without.
-CACHING = ("inductor",)
+CACHING = ("inductor", "ort_training")
 
 # What the ratios compare: the first by the second.
 PAIRS = (("ort_training", "eager"), ("ort_training", "inductor"), ("inductor", "eager"))
@@ -104,7 +104,7 @@ class Job:
 
 
 def _jobs(settings: Settings, model: str, dtype: str) -> Iterator[Job]:
-    """The processes of one model. The step times come last, when inductor's cache is full."""
+    """The processes of one model. The step times come last, when the caches are full."""
     common = {"model": model, "dtype": dtype, "device": settings.device}
     for backend in settings.backends if settings.compiles else ():
         arguments = {**common, "backend": backend}

@@ -44,6 +44,11 @@ class PythonCall:
     function: Callable[..., Sequence[torch.Tensor]] | None
 
 
+def unique_name(title: str) -> str:
+    """A name for a callable that no other in this process has."""
+    return f"{title}#{next(_names)}"
+
+
 def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as ONNX carries it: contiguous, real, of a dtype that ONNX has. Copies only what is not contiguous."""
     if tensor.dtype in _AS_THEY_ARE and tensor.is_contiguous() and tensor.numel() and not tensor.is_neg():
@@ -109,7 +114,7 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
         mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return [_own(one, mine) for one in carried]
 
-    return PythonCall(f"{title}#{next(_names)}", title, run)
+    return PythonCall(unique_name(title), title, run)
 
 
 def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:

@@ -165,6 +165,12 @@ def registered_by_name() -> dict[str, tuple[Lowering, ...]]:
     return {target: tuple(lowerings) for target, lowerings in _table.items() if isinstance(target, str)}
 
 
+def has_lowerings_of_users() -> bool:
+    """Whether some lowering was registered from outside this package."""
+    functions = (lowering.function for lowerings in _table.values() for lowering in lowerings)
+    return any(not str(getattr(function, "__module__", __name__)).startswith(("ort_backend.", "onnxscript.", "functools")) for function in functions)
+
+
 _loaded = False
 
 

@@ -14,7 +14,8 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import compiled_autograd, debug, graph_report, regions
+from ort_backend import compile_cache, compiled_autograd, debug, graph_report, regions
+from ort_backend.compile_cache import CompiledGraph, CompiledPart, Kept
 from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
@@ -26,13 +27,14 @@ from ort_backend.lowering.composites import right_losses, whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
+from ort_backend.lowering.python_op import PythonCall
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
 from ort_backend.runtime.region_graph import RegionGraph, RegionTraining
-from ort_backend.runtime.session import Session, SessionConfig
-from ort_backend.runtime.training_graph import TrainingGraph
+from ort_backend.runtime.session import Program, Session, SessionConfig
+from ort_backend.runtime.training_graph import TrainingGraph, TrainingPlan
 from ort_backend.target import OrtTarget
 from ort_backend.user_passes import name_of, run_fx_passes, run_onnx_passes
 from ort_backend.verify import verified
@@ -86,12 +88,15 @@ def ort_training(
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
+    #    What it has compiled before it finds in its cache.
     whole_layers = decompositions.lstm_as_steps(onednn=one.target.onednn and pytorch_may_run(one.target))
-    with compilation.phase("aot"), whole_layers, whole_interpolation(), right_losses(), assigned_behind_the_graph():
+    one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
+    cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
+    with compilation.phase("aot"), whole_layers, whole_interpolation(), right_losses(), assigned_behind_the_graph(), cache:
         compiled = aot_module_simplified(
             gm,
             example_inputs,
-            fw_compiler=one.forward_of,
+            fw_compiler=compile_cache.serializable(one.forward_of) if one.keeps else one.forward_of,
             bw_compiler=one.backward_of,
             inference_compiler=one.compile_inference,
             partition_fn=one.compile_joint,
@@ -118,8 +123,12 @@ class _Compilation:
         self._inlined = inlined
         self._counts = RunCounts()
         self._training: TrainingGraph | RegionTraining | None = None
+        self._inference: InferenceGraph | RegionGraph | None = None
+        self._kept: Kept | None = None
         self._forward: RegionGraph | None = None  # of which compiled autograd may trace the backward
         self._captured = 0
+        self.keeps = False  # whether PyTorch's cache is to have what is compiled
+        self._from_cache = False
 
     # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
 
@@ -133,8 +142,7 @@ class _Compilation:
             if self.dump is not None:
                 self.dump.graph(joint)
             made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
-        self._content = made.lowered.content
-        self._training = TrainingGraph(self._session(made.lowered, self.dump), made.plan, self._counts)
+        self._build(CompiledGraph(self._program(made.lowered, self.dump), made.lowered.python_calls, made.plan, made.lowered.content))
         return halves(joint, made.partition, made.plan.saved_outputs)
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -142,16 +150,14 @@ class _Compilation:
         _keep_saved_tensors()
         if self._forward is not None:
             return boxed(self._forward)
-        assert self._training is not None
-        return boxed(self._training.forward)
+        return self._part("forward")
 
     @torch.compiler.disable  # it is called while the program runs, which Dynamo may be compiling
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
         if self._forward is not None:
             return boxed(self._region_graph(module, ".backward", self._counts.ran_backward))
-        assert self._training is not None
-        return boxed(self._training.backward)
+        return self._part("backward")
 
     # A graph without gradients.
 
@@ -160,14 +166,48 @@ class _Compilation:
         with self._phase("lowering"):
             module = run_fx_passes(self.settings.fx_passes, module)
         if not self.target.whole_graphs:
-            return boxed(self._region_graph(module, "", self._counts.ran_forward))
+            self._inference = self._region_graph(module, "", self._counts.ran_forward)
+            return self._part("inference")
         with self._phase("lowering"):
             if self.dump is not None:
                 self.dump.graph(module)
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
-        session = self._session(lowered, self.dump) if plan.fetch_devices else None
-        self._content = lowered.content
-        return boxed(InferenceGraph(session, plan, self._counts))
+        program = self._program(lowered, self.dump) if plan.fetch_devices else None
+        self._build(CompiledGraph(program, lowered.python_calls, plan, lowered.content))
+        return self._part("inference")
+
+    # Either, as one session.
+
+    def load(self, graph: Callable[[], CompiledGraph], part: str) -> Boxed:
+        """For each part of a graph that AOTAutograd's cache has: its callable."""
+        self._from_cache = True
+        if self._content is None:
+            with self._phase("lowering"):
+                read = graph().renamed(self.name)
+            self._build(read)
+        return self._callable(part)
+
+    def _build(self, graph: CompiledGraph) -> None:
+        """Makes the session and the callables around it."""
+        session = self._session(graph.program, graph.calls, self.dump) if graph.program is not None else None
+        if isinstance(graph.plan, TrainingPlan):
+            assert session is not None
+            self._training = TrainingGraph(session, graph.plan, self._counts)
+        else:
+            self._inference = InferenceGraph(session, graph.plan, self._counts)
+        self._content, self._kept = graph.content, Kept(graph)
+
+    def _part(self, name: str) -> Boxed:
+        """What AOTAutograd gets for one of its graphs."""
+        run = self._callable(name)
+        return CompiledPart(self._kept, name, run) if self.keeps and self._kept is not None else boxed(run)
+
+    def _callable(self, part: str) -> Boxed:
+        if part == "inference":
+            assert self._inference is not None
+            return self._inference
+        assert self._training is not None
+        return self._training.forward if part == "forward" else self._training.backward
 
     # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 
@@ -191,7 +231,8 @@ class _Compilation:
             made = regions.lower(module, self.target, strict=self.settings.strict, name=self.name + part)
             rewritten = [self._rewrite(one) for one in made.regions]
         several = len(rewritten) > 1
-        sessions = [self._session(one, dump and dump.part(f".{i}" if several else "")) for i, one in enumerate(rewritten)]
+        dumps = [dump and dump.part(f".{i}" if several else "") for i in range(len(rewritten))]
+        sessions = [self._session(self._program(one, its), one.python_calls, its) for one, its in zip(rewritten, dumps)]
         by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
         content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
         self._content = content if self._content is None else self._content.and_of(content)
@@ -208,17 +249,23 @@ class _Compilation:
         model = run_onnx_passes(self.settings.onnx_passes, lowered.model)
         return dataclasses.replace(lowered, model=model, onnx_nodes=len(model.graph))
 
-    def _session(self, lowered: LoweredGraph, dump: debug.Dump | None) -> Session:
+    def _program(self, lowered: LoweredGraph, dump: debug.Dump | None = None) -> Program:
+        with self._phase("session"):
+            if dump is not None:
+                dump.model(lowered.model)
+            return Program.of(lowered.model, self.target.provider)
+
+    def _session(self, program: Program, calls: Sequence[PythonCall], dump: debug.Dump | None) -> Session:
         with self._phase("session"):
             config = SessionConfig(
                 provider=self.target.provider,
                 device=self.target.device_index,
                 provider_options=self.settings.provider_options,
                 session_options=self.settings.session_options,
-                optimized_path=dump.model(lowered.model) if dump is not None else None,
+                optimized_path=dump.optimized_path if dump is not None else None,
                 cuda_graph=self.target.cuda_graphs,
             )
-            return Session(lowered.model, config, lowered.python_calls)
+            return Session(program, config, calls)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -239,7 +286,8 @@ class _Compilation:
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
         kind = "inference" if self._training is None and self._forward is None else "training"
         made = graph_report.add(
-            self.name, kind, self._compilation.function, self._content, seconds, self._counts, self._inlined, self._passes(), self._captured
+            *(self.name, kind, self._compilation.function, self._content, seconds, self._counts),
+            *(self._inlined, self._passes(), self._captured, self._from_cache),
         )
         log.info("%s", made.summary())
         place = "inside the ONNX Runtime session (PythonOp, " if self.target.whole_graphs else "between ONNX Runtime sessions ("

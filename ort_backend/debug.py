@@ -52,9 +52,13 @@ class Dump:
         text = module.print_readable(print_output=False, include_stride=True, include_device=True)
         self._path("fx.txt").write_text(text)
 
-    def model(self, model: ir.Model) -> str:
-        """Writes the ONNX model as lowered; returns where ONNX Runtime is to write the optimised one."""
+    def model(self, model: ir.Model) -> None:
+        """Writes the ONNX model as lowered."""
         ir.save(model, self._path("onnx"))
+
+    @property
+    def optimized_path(self) -> str:
+        """Where ONNX Runtime is to write the optimised one."""
         return str(self._path("optimized.onnx"))
 
     def repro(self, gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions) -> None:

@@ -55,6 +55,7 @@ class GraphReport:
         kept_bytes: Bytes that wait between forward and backward for the example sizes, without inputs and parameters; as lowered,
             before ONNX Runtime's optimiser.
         counts: Runs so far.
+        from_cache: Whether it was compiled in an earlier process or compile, and read from PyTorch's cache.
     """
 
     name: str
@@ -73,6 +74,7 @@ class GraphReport:
     counts: RunCounts
     passes: tuple[str, ...] = ()
     captured_sessions: int = 0
+    from_cache: bool = False
 
     @property
     def python_ops(self) -> int:
@@ -89,7 +91,8 @@ class GraphReport:
         functions += f"behind the passes {', '.join(self.passes)}, " if self.passes else ""
         nodes = f"{self.onnx_nodes} nodes in {_number(self.sessions, 'session')}"
         nodes += f" ({self.captured_sessions} as CUDA graphs)" if self.captured_sessions else ""
-        return f"{self.name}: {self.kind} graph of {self.function}, {nodes}, {functions}{outside}; {seconds}"
+        source = ", from PyTorch's cache" if self.from_cache else ""
+        return f"{self.name}: {self.kind} graph of {self.function}{source}, {nodes}, {functions}{outside}; {seconds}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,7 @@ def add(
     inlined: int = 0,
     passes: tuple[str, ...] = (),
     captured_sessions: int = 0,
+    from_cache: bool = False,
 ) -> GraphReport:
     """Puts a graph on the report. `seconds` has `capture`, `lowering` and `session`."""
     made = GraphReport(
@@ -155,6 +159,7 @@ def add(
         counts=counts,
         passes=passes,
         captured_sessions=captured_sessions,
+        from_cache=from_cache,
     )
     _graphs.append(made)
     return made
@@ -184,6 +189,7 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Table:
         passes = f"\nbehind {', '.join(graph.passes)}" if graph.passes else ""
         sessions = "" if graph.sessions == 1 else f"\n{graph.sessions} sessions"
         sessions += f"\n{graph.captured_sessions} as CUDA graphs" if graph.captured_sessions else ""
+        sessions += "\nfrom cache" if graph.from_cache else ""
         table.add_row(f"{graph.name}\n{graph.kind}{sessions}", _short(graph.function) + passes, *nodes, seconds, _kept(graph), _runs(graph))
     return table
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
@@ -99,25 +100,69 @@ class SessionConfig:
             raise OptionError(f"session_options[{name!r}] cannot be {value!r}: {error}") from None
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model in the form that a session takes, with what has to be known of it. It can be pickled.
+
+    Attributes:
+        name: The graph's.
+        model: The serialised `onnx.ModelProto`.
+        inputs: Names of the graph's inputs.
+        outputs: Names of its outputs.
+        operators: The types of its nodes.
+        lines: The user's line for each node by name.
+        disabled: ONNX Runtime's graph optimizers that would break it.
+        can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
+    """
+
+    name: str
+    model: bytes
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    operators: frozenset[str]
+    lines: Mapping[str | None, str | None]
+    disabled: tuple[str, ...]
+    can_be_captured: bool
+
+    @classmethod
+    def of(cls, model: ir.Model, provider: str = CPU_PROVIDER) -> Program:
+        """The program of a model for a provider; rewrites the model where ONNX Runtime's own kernel would lose precision."""
+        disabled = _harmful_optimizers(model)
+        if provider == CPU_PROVIDER and layer_norm.cancels():
+            layer_norm.take_means_off(model)
+            disabled.extend(layer_norm.FUSIONS)
+        return cls(
+            name=str(model.graph.name),
+            model=ir.to_proto(model).SerializeToString(),
+            inputs=tuple(str(value.name) for value in model.graph.inputs),
+            outputs=tuple(str(value.name) for value in model.graph.outputs),
+            operators=frozenset(node.op_type for node in model.graph),
+            lines={node.name: node.metadata_props.get("stack_trace") for node in model.graph},
+            disabled=tuple(disabled),
+            can_be_captured=_can_be_captured(model),
+        )
+
+    def renamed(self, name: str, functions: Mapping[str, str]) -> Program:
+        """The same under another name, with other names for the callables that its Python nodes call."""
+        model = onnx.ModelProto.FromString(self.model)
+        model.graph.name = name
+        for attribute in (one for node in model.graph.node for one in node.attribute if one.name == "func_name"):
+            attribute.s = functions.get(attribute.s.decode(), attribute.s.decode()).encode()
+        return dataclasses.replace(self, name=name, model=model.SerializeToString())
+
+
 class Session:
     """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes. It can be closed, and opened again."""
 
-    def __init__(self, model: ir.Model, config: SessionConfig, calls: Sequence[Call]) -> None:
+    def __init__(self, program: Program, config: SessionConfig, calls: Sequence[Call]) -> None:
         self._registrations = [Registration(call) for call in calls]
-        self._disabled = _harmful_optimizers(model)
-        if config.provider == CPU_PROVIDER and layer_norm.cancels():
-            layer_norm.take_means_off(model)
-            self._disabled.extend(layer_norm.FUSIONS)
-        self._model = ir.to_proto(model).SerializeToString()
-        self.name = model.graph.name
-        self._lines = {node.name: node.metadata_props.get("stack_trace") for node in model.graph}
+        self._program = program
+        self.name = program.name
         self._config = config
-        self._operators = {node.op_type for node in model.graph}
         self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
-        self.captures = config.cuda_graph and not cuda.has_stream(config.provider_options) and _can_be_captured(model)
+        self.captures = config.cuda_graph and not cuda.has_stream(config.provider_options) and program.can_be_captured
         self._stream = torch.cuda.Stream(config.device) if self.captures and self.on_cuda else None
-        self.inputs = [str(value.name) for value in model.graph.inputs]
-        self.outputs = [str(value.name) for value in model.graph.outputs]
+        self.inputs, self.outputs = list(program.inputs), list(program.outputs)
         self._open: ort.InferenceSession | None = None
         self.openings = 0
         self.open()
@@ -137,7 +182,7 @@ class Session:
         provider = (self._config.provider, self._provider_options())
         options = self._config.make_options()
         try:
-            return ort.InferenceSession(self._model, options, providers=[provider], disabled_optimizers=self._disabled)
+            return ort.InferenceSession(self._program.model, options, providers=[provider], disabled_optimizers=list(self._program.disabled))
         except ORT_ERRORS as error:
             if not self.captures or "graph capture" not in str(error):
                 raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
@@ -148,7 +193,8 @@ class Session:
         given = self._config.provider_options
         if self._config.provider != cuda.PROVIDER:
             return {key: str(value) for key, value in given.items()}
-        numerics = cuda.Numerics.now(products=not self._operators.isdisjoint(_PRODUCTS), convolutions=not self._operators.isdisjoint(_CONVOLUTIONS))
+        operators = self._program.operators
+        numerics = cuda.Numerics.now(products=not operators.isdisjoint(_PRODUCTS), convolutions=not operators.isdisjoint(_CONVOLUTIONS))
         if self.captures:
             stream = None if self._stream is None else self._stream.cuda_stream
             return cuda.capture_options(self._config.device, numerics, stream, given)
@@ -222,7 +268,7 @@ class Session:
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
         named = re.search(r"Name:'([^']+)'", str(error))
-        where = self._lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
+        where = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         return (
             take_error()
             or cuda.take_failure()

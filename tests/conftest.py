@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
@@ -18,12 +19,18 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda`: every tensor that a test makes without saying where is on the CUDA device, and so is what is compiled."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests make their tensors (default: cpu)")
+    parser.addoption("--compile-cache", metavar="DIRECTORY", help="let PyTorch keep compiled graphs there; run twice, the second run reads them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: some make tensors then."""
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
+    directory = config.getoption("--compile-cache")
+    torch._functorch.config.enable_autograd_cache = directory is not None
+    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0" if directory is None else "1"  # of the processes that tests start
+    if directory is not None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
 
 
 @pytest.fixture(autouse=True)

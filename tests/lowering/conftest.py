@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ort_backend.lowering.decompositions import table
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.runtime import capabilities
-from ort_backend.runtime.session import Session, SessionConfig
+from ort_backend.runtime.session import Program, Session, SessionConfig
 
 tree_leaves = torch.utils._pytree.tree_leaves
 _PROVIDER = "CUDAExecutionProvider" if torch.get_default_device().type == "cuda" else "CPUExecutionProvider"
@@ -89,7 +89,7 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
         lowering.add_output(value)
         names.append(str(value.name))
     model = lowering.finish().model
-    return Lowered(traced.graph, model, Session(model, SessionConfig(provider=_PROVIDER), {}), names)
+    return Lowered(traced.graph, model, Session(Program.of(model, _PROVIDER), SessionConfig(provider=_PROVIDER), {}), names)
 
 
 def compare(actual: Any, expected: Any, rtol: float, atol: float) -> None:

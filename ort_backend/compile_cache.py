@@ -1,0 +1,292 @@
+"""Compiled graphs in PyTorch's cache on disk, that of AOTAutograd: a graph compiled before is neither traced nor lowered again.
+
+PyTorch keeps an entry under a hash of Dynamo's graph, its inputs and every setting of its own; what this backend goes by is added to that as its
+`cache_key_tag`. What turns it off for inductor (`torch.compiler.config.force_disable_caches`, `TORCHINDUCTOR_AUTOGRAD_CACHE=0`) does so here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cloudpickle
+import onnxruntime
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, should_use_local_autograd_cache
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+from torch._inductor import codecache
+from torch._inductor.output_code import OutputCode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import config as compiler_config
+from torch.utils import _pytree as pytree
+
+from ort_backend import compiled_autograd
+from ort_backend.lowering import registry
+from ort_backend.lowering.lowered import Content
+from ort_backend.lowering.python_op import PythonCall, unique_name
+from ort_backend.options import CompileOptions
+from ort_backend.runtime import layer_norm
+from ort_backend.runtime.inference_graph import InferencePlan
+from ort_backend.runtime.session import Program
+from ort_backend.runtime.training_graph import TrainingPlan
+from ort_backend.target import OrtTarget
+
+Boxed = Callable[[list[Any]], Any]
+
+# Given a function that reads a graph, and the name of one of its parts: the callable.
+Load = Callable[[Callable[[], "CompiledGraph"], str], Boxed]
+
+# Options that a compiled graph does not depend on: sessions are made anew.
+_NOT_IN_THE_GRAPH = {"verify", "guard_log", "provider_options", "session_options"}
+
+_LARGEST = 64 << 20  # bytes of a model that is kept: each process that reads it holds it several times
+
+# Whose operators are what the hash says they are; others are made of the user's Python, which may change under the same name.
+_NAMESPACES = {"aten", "prims", "prim", "mkldnn", "_c10d_functional", "c10d_functional", "higher_order"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGraph:
+    """A lowered graph as it is kept: all that its session and the callables around it are made of.
+
+    Attributes:
+        program: The model; None for a graph that computes nothing.
+        calls: The callables behind its `PythonOp` nodes.
+        plan: What goes in and out.
+        content: For the report.
+    """
+
+    program: Program | None
+    calls: tuple[PythonCall, ...]
+    plan: TrainingPlan | InferencePlan
+    content: Content
+
+    def renamed(self, name: str) -> CompiledGraph:
+        """The same for another compile: the names of graphs and of callables are unique in a process."""
+        if self.program is None:
+            return self
+        calls = tuple(dataclasses.replace(call, name=unique_name(call.title)) for call in self.calls)
+        names = {old.name: new.name for old, new in zip(self.calls, calls, strict=True)}
+        return dataclasses.replace(self, program=self.program.renamed(name, names), calls=calls)
+
+
+def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether the compiled graph may be kept: a hash can tell what it depends on, and nobody wants to see how it is compiled."""
+    if not should_use_local_autograd_cache() or not target.whole_graphs or compiled_autograd.is_on() or settings.dump_dir is not None:
+        return False
+    if settings.fx_passes or settings.onnx_passes or settings.custom_op_libraries or registry.has_lowerings_of_users():
+        return False
+    plain = all(type(one) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for one in example_inputs if isinstance(one, torch.Tensor))
+    targets = (node.target for graph in _graphs(gm) for node in graph.nodes if node.op == "call_function")
+    return plain and all(namespace in _NAMESPACES for namespace in map(_namespace, targets) if namespace is not None)
+
+
+def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
+    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _namespace(target: Any) -> str | None:
+    """Of an operator; None for a function, about which PyTorch itself decides."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return str(target._qualified_op_name).partition("::")[0]
+    return "custom" if isinstance(target, torch.library.CustomOpDef) else None
+
+
+@contextlib.contextmanager
+def keeping(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, example_inputs: Sequence[Any], load: Load) -> Iterator[None]:
+    """Around AOTAutograd's compile of `gm`: looks for an entry under these settings first.
+
+    For each part of one that is found `load` is called: with a function that reads the graph, and the part's name, to return the callable.
+    """
+    parts = [compiler_config.cache_key_tag, _sources(), *_settings(settings, target), repr(_state()), repr(_inputs(example_inputs)), _lines(gm)]
+    tag = "\n".join(parts)
+    before, _current.load = getattr(_current, "load", None), load
+    try:
+        with (
+            compiler_config.patch(cache_key_tag=hashlib.sha256(tag.encode()).hexdigest()),  # type: ignore[attr-defined]
+            _without_inductor(),
+            # One file for all of it, written when the forward is compiled: the backward is, too.
+            functorch_config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True),
+        ):
+            yield
+    finally:
+        _current.load = before
+
+
+@contextlib.contextmanager
+def _without_inductor() -> Iterator[None]:
+    """PyTorch's hash of a graph takes in inductor: all of PyTorch's sources are read, and its code generators imported, for 0.7 s (read in 2.13).
+
+    Here PyTorch's version stands for that.
+    """
+    with (
+        mock.patch.object(codecache, "torch_key", lambda: str(torch.version.git_version).encode()),
+        mock.patch.object(codecache, "init_backend_registration", lambda: None),
+    ):
+        yield
+
+
+_current = threading.local()
+
+
+def _settings(settings: CompileOptions, target: OrtTarget) -> list[str]:
+    options = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.name not in _NOT_IN_THE_GRAPH}
+    has = {field.name: getattr(target, field.name) for field in dataclasses.fields(target) if field.name != "has_kernel"}
+    return [repr(sorted(options.items())), repr(sorted({**has, "contrib_ops": sorted(target.contrib_ops)}.items()))]
+
+
+def _state() -> tuple[Any, ...]:
+    """What tracing reads beside the graph. PyTorch's own hash has some of it, of the autocast for one less in 2.11 than in 2.15."""
+    devices = ("cpu", "cuda")
+    autocast = [(torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))) for device in devices]
+    attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")]
+    einsum = torch.backends.opt_einsum
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()))
+    return (*autocast, torch.is_autocast_cache_enabled(), *attention, einsum.enabled, einsum.strategy, torch.backends.cudnn.enabled, *modes)
+
+
+def _inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """What tracing and lowering read of inputs beside their sizes: which share memory with which, what autograd knows of them.
+
+    And of symbolic sizes the power of two below the first value, as kernels are chosen for it.
+    """
+
+    def magnitude(size: Any) -> int | None:
+        return None if size.node.hint is None else int(size.node.hint).bit_length()
+
+    memory: dict[int, int] = {}
+    found: list[Any] = []
+    for one in example_inputs:
+        if isinstance(one, torch.Tensor) and one.layout == torch.strided:
+            shared = memory.setdefault(one.untyped_storage()._cdata, len(memory))
+            found.append((shared, one.requires_grad, one.is_leaf, one._is_view(), one.is_inference(), one.is_conj(), one.is_neg(), str(one.device)))
+            found.append([magnitude(size) for size in one.shape if isinstance(size, torch.SymInt)])
+        else:
+            found.append(magnitude(one) if isinstance(one, torch.SymInt) else str(getattr(one, "layout", type(one).__name__)))
+    return found
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of this package and of those that it writes graphs with and for: their versions, and what was found out about this processor."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("torch", "onnx", "onnx-ir", "onnxscript")]
+    versions += [sys.version, onnxruntime.__version__, onnxruntime.get_build_info(), str(layer_norm.cancels())]
+    made = hashlib.sha256("\n".join(versions).encode())
+    # In a checkout the folders are symlinks, which `glob` does not follow.
+    for file in sorted(Path(folder, name) for folder, _, names in os.walk(Path(__file__).parent, followlinks=True) for name in names):
+        if file.suffix == ".py":
+            made.update(file.read_bytes())
+    return made.hexdigest()
+
+
+def _lines(gm: fx.GraphModule) -> str:
+    """The user's lines, which reports and errors name: where a file was edited its graphs are compiled again."""
+    return "\n".join(node.meta.get("stack_trace") or "" for graph in _graphs(gm) for node in graph.nodes)
+
+
+def serializable(compile_forward: Callable[..., Boxed]) -> SerializableAOTDispatchCompiler:
+    """A forward compiler such that AOTAutograd uses its cache."""
+    return SerializableAOTDispatchCompiler(CompiledPart, compile_forward)  # type: ignore[arg-type]
+
+
+class Kept:
+    """A compiled graph that is pickled once for all its parts."""
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self._graph: CompiledGraph | None = graph
+        self._data: bytes | None = None
+
+    def pickle(self) -> None:
+        """Pickles the graph, unless that is done.
+
+        Raises:
+            BypassAOTAutogradCache: it cannot be.
+        """
+        if self._graph is not None:
+            self._data, self._graph = _pickled(self._graph), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_graph": None, "_data": self._data}
+
+    def graph(self) -> CompiledGraph:
+        """A new copy of the graph that was read."""
+        assert self._data is not None
+        return pickle.loads(self._data)
+
+
+class CompiledPart(OutputCode):
+    """One of AOTAutograd's callables over a compiled graph: `"forward"`, `"backward"` or `"inference"`, in the form that its cache keeps."""
+
+    def __init__(self, kept: Kept, part: str, run: Boxed | None) -> None:
+        super().__init__()
+        self._boxed_call = True  # on the instance, from which AOTAutograd's wrappers copy it
+        self._time_taken_ns = 0
+        self._kept, self._part, self._run = kept, part, run
+
+    @torch.compiler.disable  # as `compiler.boxed` is
+    def __call__(self, inputs: Any) -> Any:
+        """Runs it: takes a list, which it empties."""
+        return self._run(inputs)  # type: ignore[misc]
+
+    def prepare_for_serialization(self) -> None:
+        """Called on a copy."""
+        self._kept.pickle()
+        self._run = None
+
+    def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        """Called on what was read from the cache."""
+        self._run = _current.load(self._kept.graph, self._part)
+
+
+def _pickled(graph: CompiledGraph) -> bytes:
+    """The graph's functions are our own, closures among them, which `pickle` alone does not take.
+
+    Raises:
+        BypassAOTAutogradCache: it holds something that means nothing in another process.
+    """
+    if graph.program is not None and len(graph.program.model) > _LARGEST:
+        raise BypassAOTAutogradCache(f"ort_training: the graph has constants of {len(graph.program.model) >> 20} MB")
+    made = io.BytesIO()
+    try:
+        _Pickler(made).dump(graph)
+    except Exception as error:  # PyTorch says in its log why nothing is kept
+        raise BypassAOTAutogradCache(f"ort_training: {error}") from error
+    return made.getvalue()
+
+
+_OF_THIS_PROCESS = (torch.SymInt, torch.SymFloat, torch.SymBool, FakeTensor, fx.Node, fx.Graph, torch.nn.Module, torch._ops.HigherOrderOperator)
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch._ops.OpOverload):
+            return _operator, (obj.namespace, obj._opname, obj._overloadname)
+        if isinstance(obj, pytree.TreeSpec):
+            return _spec_of, (pytree.tree_unflatten([0] * obj.num_leaves, obj),)
+        if isinstance(obj, _OF_THIS_PROCESS):
+            raise pickle.PicklingError(f"a {type(obj).__name__} is part of the compiled graph")
+        return super().reducer_override(obj)
+
+
+def _spec_of(tree: Any) -> pytree.TreeSpec:
+    return pytree.tree_flatten(tree)[1]
+
+
+def _operator(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
