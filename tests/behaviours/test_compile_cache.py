@@ -174,7 +174,7 @@ def test_symbolic_sizes() -> None:
 
 
 def test_a_size_that_the_graph_was_not_compiled_for() -> None:
-    """A guard of the entry decides: 4 rows take the other branch."""
+    """A guard of the entry decides: 3 rows take the other branch."""
 
     def function(x: Tensor) -> Tensor:
         return x.sin() if x.shape[0] > 4 else x.cos()
