@@ -245,7 +245,14 @@ class CompiledPart(OutputCode):
         return self._run(inputs)  # type: ignore[misc]
 
     def prepare_for_serialization(self) -> None:
-        """Called on a copy."""
+        """Called on a copy.
+
+        Raises:
+            BypassAOTAutogradCache: the graph cannot be kept.
+        """
+        metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        if getattr(metadata, "tokens", None):  # which AOTAutograd hands to what it compiled, but not to what it read (2.13)
+            raise BypassAOTAutogradCache("ort_training: operators with effects hand on tokens")
         self._kept.pickle()
         self._run = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,9 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_default_device("cuda")
     directory = config.getoption("--compile-cache")
     torch._functorch.config.enable_autograd_cache = directory is not None
-    os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0" if directory is None else "1"  # of the processes that tests start
-    if directory is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
+    if not hasattr(config, "workerinput"):  # the workers of xdist inherit it
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory or _temporary(config)
+
+
+def _temporary(config: pytest.Config) -> str:
+    folder = tempfile.TemporaryDirectory(prefix="ort_training_tests_", ignore_cleanup_errors=True)
+    config.add_cleanup(folder.cleanup)
+    return folder.name
 
 
 @pytest.fixture(autouse=True)
@@ -62,10 +68,11 @@ def fresh_process(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[s
     def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         neutral = tmp_path / "neutral"
         neutral.mkdir(exist_ok=True)
+        cached = str(int(torch._functorch.config.enable_autograd_cache))
         process = subprocess.run(
             [sys.executable, "-c", code, *arguments],
             cwd=neutral,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={"TORCHINDUCTOR_AUTOGRAD_CACHE": cached, **os.environ, "OMP_NUM_THREADS": "1", **environment},
             capture_output=True,
             text=True,
         )

@@ -29,7 +29,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, in use."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
-    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
     counters.clear()
     with functorch_config.patch(enable_autograd_cache=True):
         yield directory
@@ -343,6 +342,15 @@ def test_what_depends_on_the_users_python_is_not_kept(function: Callable[[Tensor
     for _ in range(2):
         compiled = compile_again(lambda x: function(x), **options)
         torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(function(x).sum(), x))
+        assert (found(), kept()) == (0, 0)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_operators_with_effects_are_not_kept(requires_grad: bool) -> None:
+    """Their tokens would be missing."""
+    x = torch.eye(3).mul(2).requires_grad_(requires_grad)
+    for _ in range(2):
+        torch.testing.assert_close(compile_again(torch.linalg.inv)(x), torch.linalg.inv(x))
         assert (found(), kept()) == (0, 0)
 
 
