@@ -50,15 +50,17 @@ def _step(node: fx.Node, placeholders: Sequence[fx.Node]) -> View | None:
     if sizes is None or node.target in READS_STRIDES or any(isinstance(fake, (torch.Tensor, torch.SymFloat, torch.SymBool)) for fake in fakes):
         return None
     target: Any = node.target
+    constants = [None if isinstance(fake, torch.SymInt) else fake for fake in fakes]
+    arguments, named = torch.utils._pytree.tree_unflatten(constants, spec)
 
     def step(tensor: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-        leaves = list(fakes)
+        leaves = list(constants)
         for i, size in zip(places, sizes(args), strict=True):
             leaves[i] = size
         positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
         return target(tensor, *positional, **keywords)
 
     def constant_step(tensor: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-        return target(tensor, *node.args[1:], **node.kwargs)
+        return target(tensor, *arguments, **named)
 
     return step if places else constant_step

@@ -127,9 +127,10 @@ def _factory(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
     if values is None or any(isinstance(fake, torch.Tensor) for fake in fakes):
         return None
     target = node.target
+    constants = [None if isinstance(fake, torch.SymInt) else fake for fake in fakes]
 
     def draw(args: Sequence[Any]) -> torch.Tensor:
-        leaves = list(fakes)
+        leaves = list(constants)
         for i, value in zip(numbers, values(args), strict=True):
             leaves[i] = value
         positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
