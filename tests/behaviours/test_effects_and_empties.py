@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch_version import TORCH
@@ -35,6 +37,30 @@ def test_an_empty_tensor_may_have_any_strides(dtype: torch.dtype) -> None:
     for got, want in zip(compiled(x, y), function(x, y), strict=True):
         torch.testing.assert_close(got, want)
     assert ort_backend.report().graphs[-1].counts.forward == 1
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize(("shape", "dim"), [((0, 6), 0), ((6, 0), 0), ((2, 3, 0), 1), ((0,), 0), ((0, 6), 1)])
+def test_gradients_of_softmax_where_there_is_nothing(function: Callable[..., torch.Tensor], shape: tuple[int, ...], dim: int) -> None:
+    # ONNX Runtime's kernel divided by zero, which ended the process.
+    x = torch.randn(shape, requires_grad=True)
+    result = torch.compile(lambda x: function(x, dim) * 2, backend="ort_training", fullgraph=True)(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert result.shape == gradient.shape == x.shape
+    assert ort_backend.report().graphs[-1].counts.backward == 1
+
+
+def test_gradients_of_softmax_where_there_may_be_nothing() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x[x[:, 0] > 0].softmax(0) * 2
+
+    x = torch.tensor([[-1.0, 2.0], [1.0, 3.0], [2.0, 2.5]], requires_grad=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, backend="ort_training", fullgraph=True)
+        for given in (x, x.detach().sub(5).requires_grad_()):
+            weights = torch.tensor([1.0, 3.0])
+            (gradient,) = torch.autograd.grad((compiled(given) * weights).sum(), given)
+            torch.testing.assert_close(gradient, torch.autograd.grad((function(given) * weights).sum(), given)[0])
 
 
 def test_an_operator_of_constants_alone_runs_at_every_call() -> None:
