@@ -164,7 +164,7 @@ def _memory(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _graphs(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for case, model in results["models"].items():
-        process = model["backends"].get("ort_training", {}).get("process")
+        process = model["backends"].get("ort_training", {}).get("cold_process")
         if process is None:
             continue
         found = process["details"]

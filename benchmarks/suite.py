@@ -144,8 +144,10 @@ def _compile_measures(job: Job, result: dict[str, Any]) -> dict[str, Any]:
     found = {"peak_bytes": result["peak_bytes"], "process": result}
     if job.backend == REFERENCE:
         return found
+    if job.cached:
+        return {**found, "cached_compile_seconds": result["compile_seconds"]}
     if job.backend in CACHING:
-        return {**found, "cached_compile_seconds" if job.cached else "cold_compile_seconds": result["compile_seconds"]}
+        return {**found, "cold_process": result, "cold_compile_seconds": result["compile_seconds"]}
     return {**found, "cold_compile_seconds": result["compile_seconds"], "cached_compile_seconds": result["compile_seconds"]}  # it has no caches
 
 

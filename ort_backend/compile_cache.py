@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
-import onnxruntime
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -186,6 +185,8 @@ def _inputs(example_inputs: Sequence[Any]) -> list[Any]:
 def _sources() -> str:
     """A hash of this package and of those that it writes graphs with and for: their versions, and what was found out about this processor."""
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "onnx", "onnx-ir", "onnxscript")]
+    import onnxruntime  # above, it would be imported in front of `ort_backend.runtime`, with all that this leaves out
+
     versions += [sys.version, onnxruntime.__version__, onnxruntime.get_build_info(), str(layer_norm.cancels())]
     made = hashlib.sha256("\n".join(versions).encode())
     # In a checkout the folders are symlinks, which `glob` does not follow.
