@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
+import importlib.util
 import os
 import pickle
 import sys
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import cloudpickle
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
@@ -31,7 +30,6 @@ from torch._inductor import codecache
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import config as compiler_config
-from torch.utils import _pytree as pytree
 
 from ort_backend import compiled_autograd
 from ort_backend.lowering import registry
@@ -85,7 +83,9 @@ class CompiledGraph:
 
 def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether the compiled graph may be kept: a hash can tell what it depends on, and nobody wants to see how it is compiled."""
-    if not should_use_local_autograd_cache() or not target.whole_graphs or compiled_autograd.is_on() or settings.dump_dir is not None:
+    if not should_use_local_autograd_cache() or importlib.util.find_spec("cloudpickle") is None:  # a machine may have been set up without it
+        return False
+    if not target.whole_graphs or compiled_autograd.is_on() or settings.dump_dir is not None:
         return False
     if settings.fx_passes or settings.onnx_passes or settings.custom_op_libraries or registry.has_lowerings_of_users():
         return False
@@ -263,38 +263,16 @@ class CompiledPart(OutputCode):
 
 
 def _pickled(graph: CompiledGraph) -> bytes:
-    """The graph's functions are our own, closures among them, which `pickle` alone does not take.
+    """The graph in bytes.
 
     Raises:
-        BypassAOTAutogradCache: it holds something that means nothing in another process.
+        BypassAOTAutogradCache: it cannot be kept; PyTorch says in its log why.
     """
+    from ort_backend import graph_pickle
+
     if graph.program is not None and len(graph.program.model) > _LARGEST:
         raise BypassAOTAutogradCache(f"ort_training: the graph has constants of {len(graph.program.model) >> 20} MB")
-    made = io.BytesIO()
     try:
-        _Pickler(made).dump(graph)
-    except Exception as error:  # PyTorch says in its log why nothing is kept
+        return graph_pickle.dumps(graph)
+    except Exception as error:
         raise BypassAOTAutogradCache(f"ort_training: {error}") from error
-    return made.getvalue()
-
-
-_OF_THIS_PROCESS = (torch.SymInt, torch.SymFloat, torch.SymBool, FakeTensor, fx.Node, fx.Graph, torch.nn.Module, torch._ops.HigherOrderOperator)
-
-
-class _Pickler(cloudpickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch._ops.OpOverload):
-            return _operator, (obj.namespace, obj._opname, obj._overloadname)
-        if isinstance(obj, pytree.TreeSpec):
-            return _spec_of, (pytree.tree_unflatten([0] * obj.num_leaves, obj),)
-        if isinstance(obj, _OF_THIS_PROCESS):
-            raise pickle.PicklingError(f"a {type(obj).__name__} is part of the compiled graph")
-        return super().reducer_override(obj)
-
-
-def _spec_of(tree: Any) -> pytree.TreeSpec:
-    return pytree.tree_flatten(tree)[1]
-
-
-def _operator(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)

@@ -37,7 +37,7 @@ RULES = {
     "ort_backend.lowering.__main__": Rule(may=("ort_backend.lowering", "ort_backend.runtime", "ort_backend.supported", *BASE, "torch", "rich")),
     "ort_backend.runtime": Rule(may=("ort_backend.runtime", *BASE, "torch", "onnxruntime", "onnx", "onnx_ir", "numpy"), but_not=("torch.fx",)),
     "ort_backend.guards": Rule(may=("ort_backend.guards", "ort_backend.options", "ort_backend.errors", "torch")),
-    "ort_backend.compile_cache": Rule(may=("ort_backend", "torch", "onnxruntime", "cloudpickle")),
+    "ort_backend.graph_pickle": Rule(may=("torch", "cloudpickle")),
     # The face: compiler, joint, graph_report, environment, debug, verify. Nothing below it imports it, as the rules above say.
     "ort_backend": Rule(may=("ort_backend", "torch", "functorch", "onnxscript", "onnx_ir", "onnx", "onnxruntime", "numpy", "rich")),
 }

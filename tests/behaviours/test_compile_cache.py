@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -390,6 +391,12 @@ def test_pytorchs_switches_turn_it_off(switch: Callable[[], Any]) -> None:
         for _ in range(2):
             compile_again(torch.sin)(torch.ones(3))
             assert (found(), kept()) == (0, 0)
+
+
+def test_without_cloudpickle_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    compile_again(torch.sin)(torch.ones(3))
+    assert (found(), kept()) == (0, 0)
 
 
 def test_an_entry_that_cannot_be_read(cache: Path) -> None:
