@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, should_use_local_autograd_cache
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_node_safe, should_use_local_autograd_cache
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor import codecache
 from torch._inductor.output_code import OutputCode
@@ -89,6 +89,8 @@ def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exam
         return False
     if settings.fx_passes or settings.onnx_passes or settings.custom_op_libraries or registry.has_lowerings_of_users():
         return False
+    if not all(map(_is_told_by_its_name, (node for graph in _graphs(gm)[1:] for node in graph.nodes))):
+        return False
     plain = all(type(one) in (torch.Tensor, torch.nn.Parameter, FakeTensor) for one in example_inputs if isinstance(one, torch.Tensor))
     targets = (node.target for graph in _graphs(gm) for node in graph.nodes if node.op == "call_function")
     return plain and all(namespace in _NAMESPACES for namespace in map(_namespace, targets) if namespace is not None)
@@ -96,6 +98,15 @@ def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exam
 
 def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
     return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _is_told_by_its_name(node: fx.Node) -> bool:
+    """PyTorch's own check, which it makes of the graph but not of those inside it (2.13), as of checkpoints: one may call a user's function."""
+    try:
+        check_node_safe(node)
+    except BypassAOTAutogradCache:
+        return False
+    return True
 
 
 def _namespace(target: Any) -> str | None:
@@ -155,13 +166,14 @@ def _state() -> tuple[Any, ...]:
     devices = ("cpu", "cuda")
     autocast = [(torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))) for device in devices]
     attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math", "cudnn")]
+    attention.append(torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
     einsum = torch.backends.opt_einsum
     modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()))
     return (*autocast, torch.is_autocast_cache_enabled(), *attention, einsum.enabled, einsum.strategy, torch.backends.cudnn.enabled, *modes)
 
 
 def _inputs(example_inputs: Sequence[Any]) -> list[Any]:
-    """What tracing and lowering read of inputs beside their sizes: which share memory with which, what autograd knows of them.
+    """What tracing and lowering read of inputs beside their sizes: which share which part of what memory, what autograd knows of them.
 
     And of symbolic sizes the power of two below the first value, as kernels are chosen for it.
     """
@@ -174,7 +186,8 @@ def _inputs(example_inputs: Sequence[Any]) -> list[Any]:
     for one in example_inputs:
         if isinstance(one, torch.Tensor) and one.layout == torch.strided:
             shared = memory.setdefault(one.untyped_storage()._cdata, len(memory))
-            found.append((shared, one.requires_grad, one.is_leaf, one._is_view(), one.is_inference(), one.is_conj(), one.is_neg(), str(one.device)))
+            place = (shared, str(one.storage_offset()), str(one.device))
+            found.append((*place, one.requires_grad, one.is_leaf, one._is_view(), one.is_inference(), one.is_conj(), one.is_neg()))
             found.append([magnitude(size) for size in one.shape if isinstance(size, torch.SymInt)])
         else:
             found.append(magnitude(one) if isinstance(one, torch.SymInt) else str(getattr(one, "layout", type(one).__name__)))

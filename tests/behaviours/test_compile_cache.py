@@ -234,11 +234,11 @@ def test_arguments_that_share_memory_are_other_arguments() -> None:
         x.add_(1)
         return y * 2
 
-    for share in (False, True, False):
+    for share, start in ((False, 2), (True, 2), (True, 4), (False, 2), (True, 4), (True, 2)):
         one = torch.zeros(8)
         other = one if share else torch.zeros(8)
-        result = compile_again(function)(one[0:4], other[2:6])
-        assert result.tolist() == ([2.0, 2.0, 0.0, 0.0] if share else [0.0] * 4)
+        result = compile_again(function)(one[0:4], other[start : start + 4])
+        assert result.tolist() == ([2.0, 2.0, 0.0, 0.0] if share and start == 2 else [0.0] * 4)
 
 
 def test_what_autograd_relies_on_holds() -> None:
@@ -362,6 +362,20 @@ def test_what_depends_on_the_users_python_is_not_kept(function: Callable[[Tensor
     for _ in range(2):
         compiled = compile_again(lambda x: function(x), **options)
         torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(function(x).sum(), x))
+        assert (found(), kept()) == (0, 0)
+
+
+def test_a_checkpoint_that_calls_a_function_of_the_users_is_not_kept() -> None:
+    factor = 2.0
+
+    @torch._dynamo.allow_in_graph
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
+
+    x = torch.ones(3, requires_grad=True)
+    for factor in (2.0, 3.0):
+        result = compile_again(lambda x: checkpoint(scaled, x, use_reentrant=False).sin())(x)
+        torch.testing.assert_close(result, (factor * x).sin())
         assert (found(), kept()) == (0, 0)
 
 
