@@ -101,6 +101,7 @@ def lower_joint(
         yield_devices=tuple(device_of(node) for node in yielded),
         gradient_devices=tuple(device_of(node) for node in fetched),
         saved=partition.saved_primals,
+        returned=_may_be_returned(partition),
         saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
         depends_on=partition.depends_on,
@@ -166,7 +167,8 @@ def _entering(partition: JointPartition) -> list[fx.Node]:
 
 
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
-    gradients, nodes = add_outputs(lowering, partition.gradients, partition.tangents)
+    returned = [partition.primals[partition.saved_primals[i]] for i in _may_be_returned(partition)]
+    gradients, nodes = add_outputs(lowering, partition.gradients, [*partition.tangents, *returned])
     if not nodes:  # a session needs an output
         if entering := _entering(partition):
             nodes = entering[:1]
@@ -176,6 +178,17 @@ def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[
             value = lowering.placeholder_of_dtype(nodes[0])
         lowering.add_output(value)
     return gradients, nodes
+
+
+def _may_be_returned(partition: JointPartition) -> tuple[int, ...]:
+    """Which of the saved primals the backward returns as they are, and not a copy: whole numbers.
+
+    The offsets of a nested tensor are a part of its gradient. By them PyTorch knows that the two have one shape: they must be the very same tensor.
+    """
+    returned = {node for node in partition.gradients if isinstance(node, fx.Node) and node.op == "placeholder"}
+    saved = [partition.primals[i] for i in partition.saved_primals]
+    whole = [i for i, node in enumerate(saved) if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex())]
+    return tuple(i for i in whole if saved[i] in returned)
 
 
 def halves(module: fx.GraphModule, partition: JointPartition, saved_outputs: Sequence[int]) -> tuple[fx.GraphModule, fx.GraphModule]:

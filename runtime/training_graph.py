@@ -33,12 +33,13 @@ class TrainingPlan:
         outputs: The forward's results.
         saved: What the forward returns behind them for the backward to hold, which reads it where it lies: indices of arguments.
         tangents: The tangents that enter at the `YieldOp`; positions count the backward's tangents.
-        gradients: The backward's results; arguments are tangents first, then what was saved.
+        gradients: The backward's results; arguments are the tangents, then `returned`.
         draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the forward's arguments.
         draws_inside: Whether the session itself draws random numbers as well.
         yield_devices: The device of each value that the `YieldOp` hands out.
         gradient_devices: The device of each gradient, the first outputs of the ONNX graph; what the `YieldOp` hands out follows them.
         saved_outputs: Likewise: indices of results.
+        returned: Which of `saved` are results of the backward themselves.
         replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
         depends_on: For each result of the backward, the tangents that it depends on.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
@@ -54,6 +55,7 @@ class TrainingPlan:
     gradient_devices: tuple[torch.device, ...] = ()
     saved: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
     tangent_outputs: tuple[int, ...] | None = None
@@ -181,6 +183,7 @@ class TrainingGraph:
         run = self._runs.get(token.item())
         if run is None:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
+        arguments = [*tangents, *(args[i] for i in self._plan.returned)] if self._plan.returned else tangents
         args.clear()
         if run.state is not None and run.is_released():
             self._warn_of_release()
@@ -199,7 +202,7 @@ class TrainingGraph:
                 self._session.wait()
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
-        gradients = self._fetch_gradients(fetches, tangents)
+        gradients = self._fetch_gradients(fetches, arguments)
         if run.undefined:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
         return gradients

@@ -81,3 +81,18 @@ def test_results_are_nested_as_the_inputs() -> None:
     for row, wanted in zip(result.unbind(), expected.unbind(), strict=True):
         torch.testing.assert_close(row, wanted)
     torch.testing.assert_close((result + batch).values(), (expected + batch).values())  # of the same ragged size
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_gradient_of_an_argument_has_its_shape(retain: bool) -> None:
+    """Also where the result is none, so that no nested tangent brings the offsets along."""
+    nested = _ragged(2, 5, 1).detach().requires_grad_()
+    compiled = torch.compile(lambda x: (x * 2).sin().values(), backend="ort_training", fullgraph=True)
+    for _ in range(2):
+        result = compiled(nested)
+        expected = torch.autograd.grad((nested * 2).sin().values().square().sum(), nested)[0]
+        for _ in range(1 + retain):
+            (gradient,) = torch.autograd.grad(result.square().sum(), nested, retain_graph=retain)
+            assert gradient.shape == nested.shape
+            torch.testing.assert_close(gradient.values(), expected.values())
+    assert ort_backend.report().graphs[-1].counts.backward == 2 * (1 + retain)
