@@ -10,8 +10,8 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript import GraphBuilder
-from onnxscript._internal import param_manipulation
+
+from ort_backend.lowering.lean_imports import GraphBuilder, param_manipulation
 
 # Constants up to this size take part in inference (onnxscript's limit).
 _SMALL = 20

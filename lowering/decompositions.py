@@ -13,7 +13,8 @@ and `uniform` write `prims.copy_to` (a mutation in a functional graph) and `prim
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ _WHOLE = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.detach.default,  # a reference: its decomposition is another one
 )
+
+
+class Table(Mapping[torch._ops.OpOverload, Callable[..., Any]]):
+    """`table()`, made when AOTAutograd first looks into it: where it has a compiled graph in its cache, no lowering is imported."""
+
+    @functools.cached_property
+    def _table(self) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+        return table()
+
+    def __getitem__(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
+        return self._table[op]
+
+    def __iter__(self) -> Iterator[torch._ops.OpOverload]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Imports onnxscript without ONNX's reference implementation, which it imports for its own evaluator and optimiser: 11 MB and 0.1 s.
+"""onnxscript, imported without ONNX's reference implementation, which it imports for its own evaluator and optimiser: 11 MB and 0.1 s.
 
 Lowering uses onnxscript's graph builder, and neither of the two. `onnx.reference` is imported as soon as somebody asks for something in it.
 """
@@ -27,8 +27,7 @@ class _Later(types.ModuleType):
         return getattr(sys.modules[self.__name__], name)
 
 
-def import_onnxscript() -> None:
-    """Imports `onnxscript`."""
+def _import_onnxscript() -> None:
     if "onnxscript" not in sys.modules and not any(name in sys.modules for name in _LATER):
         sys.modules.update({name: _Later(name) for name in _LATER})
         onnx.reference = sys.modules[_LATER[0]]  # onnxscript reads it there at its first use
@@ -42,3 +41,11 @@ def _remove() -> None:
     for name in _LATER:
         if isinstance(sys.modules.get(name), _Later):
             del sys.modules[name]
+
+
+_import_onnxscript()
+
+from onnxscript import GraphBuilder  # noqa: E402
+from onnxscript._internal import param_manipulation  # noqa: E402
+
+__all__ = ["GraphBuilder", "param_manipulation"]
