@@ -5,6 +5,7 @@ python -m benchmarks.process     # that process: a job a line; `call` starts it
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import gc
@@ -134,11 +135,18 @@ def work(job: dict[str, Any]) -> None:
     Path(job["result"]).write_text(json.dumps(answer))
 
 
+def write_bytecode() -> None:
+    """Compiles this project's Python, as pip does with what it installs: a checkout has no bytecode yet, or never under PYTHONDONTWRITEBYTECODE."""
+    for folder in ("ort_backend", "lowering", "runtime", "guards", "benchmarks"):
+        compileall.compile_dir(ROOT / folder, quiet=2)
+
+
 def main() -> None:
     """Forks for every line of standard input: prints the child's process id, and when it is done its exit status.
 
     What the child has started ends with it: contestants that hang, workers of a compiler.
     """
+    write_bytecode()
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
