@@ -6,6 +6,7 @@ need not be kept: a session is made again at the next call, should there be one.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,9 @@ class Owner:
     def _hold(self, parameter: torch.Tensor) -> None:
         owner = weakref.ref(self)
 
-        def died(reference: weakref.ref[torch.Tensor]) -> None:
+        def died(reference: weakref.ref[torch.Tensor], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+            if is_finalizing():  # the modules are empty by then
+                return
             watcher = owner()
             if watcher is not None and watcher._parameter is reference:
                 watcher._parameter = None
