@@ -38,6 +38,7 @@ from ort_backend.lowering.python_op import PythonCall, unique_name
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import layer_norm
 from ort_backend.runtime.inference_graph import InferencePlan
+from ort_backend.runtime.region_graph import RegionPlan, RegionTrainingPlan
 from ort_backend.runtime.session import Program
 from ort_backend.runtime.training_graph import TrainingPlan
 from ort_backend.target import OrtTarget
@@ -57,35 +58,51 @@ _NAMESPACES = {"aten", "prims", "prim", "mkldnn", "_c10d_functional", "c10d_func
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledGraph:
-    """A lowered graph as it is kept: all that its session and the callables around it are made of.
+class CompiledModel:
+    """All that a session is made of.
 
     Attributes:
-        program: The model; None for a graph that computes nothing.
+        program: The model.
         calls: The callables behind its `PythonOp` nodes.
+    """
+
+    program: Program
+    calls: tuple[PythonCall, ...]
+
+    def renamed(self, name: str) -> CompiledModel:
+        """The same under another name, with other names for the callables."""
+        calls = tuple(dataclasses.replace(call, name=unique_name(call.title)) for call in self.calls)
+        names = {old.name: new.name for old, new in zip(self.calls, calls, strict=True)}
+        return CompiledModel(self.program.renamed(name, names), calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGraph:
+    """A lowered graph as it is kept: all that its sessions and the callables around them are made of.
+
+    Attributes:
+        name: The compile's; those of the models start with it.
+        models: One for each session; none where nothing is computed, one where ONNX Runtime runs all of the graph.
         plan: What goes in and out.
         content: For the report.
     """
 
-    program: Program | None
-    calls: tuple[PythonCall, ...]
-    plan: TrainingPlan | InferencePlan
+    name: str
+    models: tuple[CompiledModel, ...]
+    plan: TrainingPlan | InferencePlan | RegionTrainingPlan | RegionPlan
     content: Content
 
     def renamed(self, name: str) -> CompiledGraph:
         """The same for another compile: the names of graphs and of callables are unique in a process."""
-        if self.program is None:
-            return self
-        calls = tuple(dataclasses.replace(call, name=unique_name(call.title)) for call in self.calls)
-        names = {old.name: new.name for old, new in zip(self.calls, calls, strict=True)}
-        return dataclasses.replace(self, program=self.program.renamed(name, names), calls=calls)
+        models = tuple(model.renamed(name + model.program.name.removeprefix(self.name)) for model in self.models)
+        return dataclasses.replace(self, name=name, models=models)
 
 
 def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether the compiled graph may be kept: a hash can tell what it depends on, and nobody wants to see how it is compiled."""
     if not should_use_local_autograd_cache() or importlib.util.find_spec("cloudpickle") is None:  # a machine may have been set up without it
         return False
-    if not target.whole_graphs or compiled_autograd.is_on() or settings.dump_dir is not None:
+    if compiled_autograd.is_on() or settings.dump_dir is not None:
         return False
     if settings.fx_passes or settings.onnx_passes or settings.custom_op_libraries or registry.has_lowerings_of_users():
         return False
@@ -283,9 +300,11 @@ def _pickled(graph: CompiledGraph) -> bytes:
     """
     from ort_backend import graph_pickle
 
-    if graph.program is not None and len(graph.program.model) > _LARGEST:
-        raise BypassAOTAutogradCache(f"ort_training: the graph has constants of {len(graph.program.model) >> 20} MB")
+    size = sum(len(model.program.model) for model in graph.models)
     try:
-        return graph_pickle.dumps(graph)
+        data = graph_pickle.dumps(graph) if size <= _LARGEST else b""
     except Exception as error:
         raise BypassAOTAutogradCache(f"ort_training: {error}") from error
+    if max(size, len(data)) > _LARGEST:
+        raise BypassAOTAutogradCache(f"ort_training: the graph has constants of {max(size, len(data)) >> 20} MB")
+    return data

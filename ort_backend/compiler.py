@@ -7,37 +7,38 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import compile_cache, compiled_autograd, debug, graph_report, regions
-from ort_backend.compile_cache import CompiledGraph, CompiledPart, Kept
+from ort_backend import compile_cache, compiled_autograd, debug, graph_report
+from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
-from ort_backend.joint import halves, lower_inference, lower_joint
 from ort_backend.lowering import decompositions, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.composites import right_losses, whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
-from ort_backend.lowering.python_op import PythonCall
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
-from ort_backend.runtime.inference_graph import InferenceGraph
-from ort_backend.runtime.region_graph import RegionGraph, RegionTraining
+from ort_backend.runtime.inference_graph import InferenceGraph, InferencePlan
+from ort_backend.runtime.region_graph import RegionGraph, RegionPlan, RegionTraining, RegionTrainingPlan
 from ort_backend.runtime.session import Program, Session, SessionConfig
 from ort_backend.runtime.training_graph import TrainingGraph, TrainingPlan
 from ort_backend.target import OrtTarget
 from ort_backend.user_passes import name_of, run_fx_passes, run_onnx_passes
 from ort_backend.verify import verified
+
+if TYPE_CHECKING:
+    from ort_backend.regions import RegionLowering
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def ort_training(
     traced = traced_function.make_opaque(gm) if settings.autograd_functions == "opaque" and not HAS_HOOK else 0
     if traced:
         log.warning("this torch has no place for the hook on autograd.Function: %d of them run as Dynamo traced them", traced)
-    dump = debug.Dump.of(settings, name)
+    dump = debug.Dump.asked_for(settings, name)
     if dump is not None and not compiled_autograd.has_own_operators(gm):
         dump.repro(gm, example_inputs, settings)
     one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
@@ -100,7 +101,7 @@ def ort_training(
             bw_compiler=one.backward_of,
             inference_compiler=one.compile_inference,
             partition_fn=one.compile_joint,
-            decompositions=decompositions.table(),
+            decompositions=decompositions.Table(),
         )
 
     # 3. What came of it goes on record.
@@ -136,13 +137,15 @@ class _Compilation:
         """AOTAutograd's `partition_fn`."""
         with self._phase("lowering"):
             joint = run_fx_passes(self.settings.fx_passes, joint)
+        if self.dump is not None:
+            self.dump.graph(joint)
         if not self.target.whole_graphs:
             return self._compile_regions(joint, joint_inputs, num_fwd_outputs, rest)
+        from ort_backend.joint import halves, lower_joint  # here, as graphs from the cache need no lowering, which takes long to import
+
         with self._phase("lowering"):
-            if self.dump is not None:
-                self.dump.graph(joint)
             made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
-        self._build(CompiledGraph(self._program(made.lowered, self.dump), made.lowered.python_calls, made.plan, made.lowered.content))
+        self._build(CompiledGraph(self.name, (self._model(made.lowered),), made.plan, made.lowered.content))
         return halves(joint, made.partition, made.plan.saved_outputs)
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -156,7 +159,7 @@ class _Compilation:
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
         if self._forward is not None:
-            return boxed(self._region_graph(module, ".backward", self._counts.ran_backward))
+            return boxed(self._region_graph(self._regions(module, ".backward"), self._counts.ran_backward))
         return self._part("backward")
 
     # A graph without gradients.
@@ -165,18 +168,21 @@ class _Compilation:
         """AOTAutograd's `inference_compiler`."""
         with self._phase("lowering"):
             module = run_fx_passes(self.settings.fx_passes, module)
+        if self.dump is not None:
+            self.dump.graph(module)
         if not self.target.whole_graphs:
-            self._inference = self._region_graph(module, "", self._counts.ran_forward)
+            made = self._regions(module, "")
+            self._build(CompiledGraph(self.name, tuple(map(self._model, made.regions)), made.plan, made.content))
             return self._part("inference")
+        from ort_backend.joint import lower_inference
+
         with self._phase("lowering"):
-            if self.dump is not None:
-                self.dump.graph(module)
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
-        program = self._program(lowered, self.dump) if plan.fetch_devices else None
-        self._build(CompiledGraph(program, lowered.python_calls, plan, lowered.content))
+        models = (self._model(lowered),) if plan.fetch_devices else ()
+        self._build(CompiledGraph(self.name, models, plan, lowered.content))
         return self._part("inference")
 
-    # Either, as one session.
+    # Either, compiled here or before.
 
     def load(self, graph: Callable[[], CompiledGraph], part: str) -> Boxed:
         """For each part of a graph that AOTAutograd's cache has: its callable."""
@@ -188,13 +194,19 @@ class _Compilation:
         return self._callable(part)
 
     def _build(self, graph: CompiledGraph) -> None:
-        """Makes the session and the callables around it."""
-        session = self._session(graph.program, graph.calls, self.dump) if graph.program is not None else None
-        if isinstance(graph.plan, TrainingPlan):
-            assert session is not None
-            self._training = TrainingGraph(session, graph.plan, self._counts)
-        else:
-            self._inference = InferenceGraph(session, graph.plan, self._counts)
+        """Makes the sessions and the callables around them."""
+        sessions = [self._session(model) for model in graph.models]
+        match graph.plan:
+            case TrainingPlan():
+                self._training = TrainingGraph(sessions[0], graph.plan, self._counts)
+            case InferencePlan():
+                self._inference = InferenceGraph(sessions[0] if sessions else None, graph.plan, self._counts)
+            case RegionTrainingPlan():
+                self._training = RegionTraining(graph.plan, sessions, self._counts)
+                self._captured = self._training.captured_sessions
+            case RegionPlan():
+                self._inference = RegionGraph(graph.plan, sessions, self._counts.ran_forward)
+                self._captured = self._inference.captured_sessions
         self._content, self._kept = graph.content, Kept(graph)
 
     def _part(self, name: str) -> Boxed:
@@ -212,31 +224,35 @@ class _Compilation:
     # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 
     def _compile_regions(self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if self.dump is not None:
-            self.dump.graph(joint)
+        from ort_backend import regions
+
         made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
-        forward = self._region_graph(made.forward, ".forward", self._counts.ran_forward)
+        forward = self._regions(made.forward, ".forward")
         if compiled_autograd.is_on():
-            self._forward = forward
+            self._forward = self._region_graph(forward, self._counts.ran_forward)
             return made.forward, made.backward
-        backward = self._region_graph(made.backward, ".backward", self._counts.ran_backward)
-        self._training = RegionTraining(forward, backward, made.tangent_outputs, has_functions=self._has_functions)
+        backward = self._regions(made.backward, ".backward", first_session=len(forward.regions))
+        content = forward.content.and_of(backward.content)
+        plan = RegionTrainingPlan(forward.plan, backward.plan, made.tangent_outputs, has_functions=bool(content.functions))
+        self._build(CompiledGraph(self.name, tuple(map(self._model, (*forward.regions, *backward.regions))), plan, content))
         return made.forward, made.backward
 
-    def _region_graph(self, module: fx.GraphModule, part: str, count: Callable[[], None]) -> RegionGraph:
-        dump = self.dump.part(part) if self.dump is not None else None
-        if dump is not None:
-            dump.graph(module)
+    def _regions(self, module: fx.GraphModule, part: str, first_session: int = 0) -> RegionLowering:
+        from ort_backend import regions
+
+        if self.dump is not None and part:
+            self.dump.of(self.name + part).graph(module)
         with self._phase("lowering"):
-            made = regions.lower(module, self.target, strict=self.settings.strict, name=self.name + part)
-            rewritten = [self._rewrite(one) for one in made.regions]
-        several = len(rewritten) > 1
-        dumps = [dump and dump.part(f".{i}" if several else "") for i in range(len(rewritten))]
-        sessions = [self._session(self._program(one, its), one.python_calls, its) for one, its in zip(rewritten, dumps)]
+            made = regions.lower(module, self.target, strict=self.settings.strict, name=self.name + part, first_session=first_session)
+            rewritten = tuple(map(self._rewrite, made.regions))
         by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
         content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
-        self._content = content if self._content is None else self._content.and_of(content)
-        graph = RegionGraph(made.plan(sessions), count)
+        return dataclasses.replace(made, regions=rewritten, content=content)
+
+    def _region_graph(self, made: RegionLowering, count: Callable[[], None]) -> RegionGraph:
+        """A forward or a backward alone: compiled autograd takes one of them only."""
+        graph = RegionGraph(made.plan, [self._session(self._model(one)) for one in made.regions], count)
+        self._content = made.content if self._content is None else self._content.and_of(made.content)
         self._captured += graph.captured_sessions
         return graph
 
@@ -249,23 +265,23 @@ class _Compilation:
         model = run_onnx_passes(self.settings.onnx_passes, lowered.model)
         return dataclasses.replace(lowered, model=model, onnx_nodes=len(model.graph))
 
-    def _program(self, lowered: LoweredGraph, dump: debug.Dump | None = None) -> Program:
+    def _model(self, lowered: LoweredGraph) -> CompiledModel:
         with self._phase("session"):
-            if dump is not None:
-                dump.model(lowered.model)
-            return Program.of(lowered.model, self.target.provider)
+            if self.dump is not None:
+                self.dump.of(str(lowered.model.graph.name)).model(lowered.model)
+            return CompiledModel(Program.of(lowered.model, self.target.provider), lowered.python_calls)
 
-    def _session(self, program: Program, calls: Sequence[PythonCall], dump: debug.Dump | None) -> Session:
+    def _session(self, model: CompiledModel) -> Session:
         with self._phase("session"):
             config = SessionConfig(
                 provider=self.target.provider,
                 device=self.target.device_index,
                 provider_options=self.settings.provider_options,
                 session_options=self.settings.session_options,
-                optimized_path=dump.optimized_path if dump is not None else None,
+                optimized_path=self.dump.of(model.program.name).optimized_path if self.dump is not None else None,
                 cuda_graph=self.target.cuda_graphs,
             )
-            return Session(program, config, calls)
+            return Session(model.program, config, model.calls)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -274,10 +290,6 @@ class _Compilation:
         with self._compilation.phase(name), unset_fake_temporarily():
             yield
         self._seconds[name] += time.perf_counter() - started
-
-    @property
-    def _has_functions(self) -> bool:
-        return self._content is not None and bool(self._content.functions)
 
     def publish(self) -> graph_report.GraphReport | None:
         """Puts the compiled graph on the report and in the log; warns once about what does not run on ONNX Runtime's kernels."""

@@ -28,7 +28,7 @@ class Dump:
     name: str
 
     @classmethod
-    def of(cls, settings: CompileOptions, name: str) -> Dump | None:
+    def asked_for(cls, settings: CompileOptions, name: str) -> Dump | None:
         """Where to write, or None if nothing is to be written.
 
         Raises:
@@ -43,9 +43,9 @@ class Dump:
             raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
         return cls(directory, name)
 
-    def part(self, ending: str) -> Dump:
-        """Where to write what is a part of the graph."""
-        return Dump(self.directory, self.name + ending)
+    def of(self, name: str) -> Dump:
+        """Where to write a part of the graph that has a name of its own."""
+        return Dump(self.directory, name)
 
     def graph(self, module: fx.GraphModule) -> None:
         """Writes the FX graph."""

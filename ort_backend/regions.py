@@ -7,6 +7,7 @@ sessions and callables over one list of values, which `runtime.region_graph` run
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,6 @@ from ort_backend.lowering.sizes import evaluator
 from ort_backend.lowering.symbolic import hint
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
-from ort_backend.runtime.session import Session
 from ort_backend.target import OrtTarget
 
 
@@ -48,12 +48,12 @@ class RegionLowering:
     Attributes:
         regions: What the sessions are to be made of.
         content: What is in the graph, for the report.
-        plan: From those sessions, what runs.
+        plan: What runs. Its sessions are counted from `first_session` on.
     """
 
     regions: tuple[LoweredGraph, ...]
     content: Content
-    plan: Callable[[Sequence[Session]], RegionPlan]
+    plan: RegionPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _has_draws_to_merge(graph: fx.Graph) -> bool:
     return any(is_random(node) and getattr(node.target, "overloadpacket", None) not in rand_ops for node in graph.nodes)
 
 
-def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str) -> RegionLowering:
+def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str, first_session: int = 0) -> RegionLowering:
     """Lowers a graph that has a forward, a backward, or no gradients at all.
 
     Raises:
@@ -123,7 +123,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str)
         sessions=len(models),
         python_nodes=False,
     )
-    return RegionLowering(models, content, lambda sessions: _Writer(graph, plan, regions, sessions, draws).plan())
+    return RegionLowering(models, content, _Writer(graph, plan, regions, draws, first_session).plan())
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
@@ -166,10 +166,12 @@ class _Regions:
     def __init__(self, graph: fx.Graph, plan: Schedule, target: OrtTarget, name: str) -> None:
         self._graph, self._plan, self._target = graph, plan, target
         read = _read_outside(graph, plan)
+        several = sum(step.on_ort for step in plan.steps) > 1
         self.of_step: dict[int, _Region] = {}
         for i, step in enumerate(plan.steps):
             if step.on_ort:
-                self.of_step[i] = self._lower(i, [node for node in step.nodes if node in read[i]], f"{name}_{len(self.of_step)}")
+                its_name = f"{name}.{len(self.of_step)}" if several else name
+                self.of_step[i] = self._lower(i, [node for node in step.nodes if node in read[i]], its_name)
 
     def _lower(self, place: int, results: Sequence[fx.Node], name: str) -> _Region:
         if (trial := self._plan.trial) is not None:
@@ -237,9 +239,9 @@ def _results(graph: fx.Graph) -> list[Any]:
 class _Writer:
     """Writes the steps of a graph over one list of values."""
 
-    def __init__(self, graph: fx.Graph, plan: Schedule, regions: _Regions, sessions: Sequence[Session], draws: Sequence[Any]) -> None:
+    def __init__(self, graph: fx.Graph, plan: Schedule, regions: _Regions, draws: Sequence[Any], first_session: int) -> None:
         self._graph, self._schedule, self._regions, self._draws = graph, plan, regions, tuple(draws)
-        self._sessions = iter(sessions)
+        self._sessions = itertools.count(first_session)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         arguments = [node for node in placeholders if "draw" not in node.meta]
         self._arguments = arguments

@@ -12,6 +12,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
+from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
@@ -36,7 +37,7 @@ class SessionStep:
     """A run of a session.
 
     Attributes:
-        session: The session.
+        session: Which of the graph's sessions.
         inputs: Its inputs; positions are places in the list of values.
         outputs: What goes back into the list: fetches of the session.
         results: Where in the list each of them goes.
@@ -47,7 +48,7 @@ class SessionStep:
         is_fixed: Whether no size of an output depends on the graph's arguments, and all inputs and outputs are on one kind of device.
     """
 
-    session: Session
+    session: int
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     results: tuple[int, ...]
@@ -56,17 +57,16 @@ class SessionStep:
     moving: frozenset[int] = frozenset()
     is_fixed: bool = False
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether its runs are captured as CUDA graphs."""
-        if not (self.session.captures and self.is_fixed and self.shapes is not None and can_capture(self.inputs)):
+    def is_captured(self, session: Session) -> bool:
+        """Whether the runs of the session made for it are captured as CUDA graphs."""
+        if not (session.captures and self.is_fixed and self.shapes is not None and can_capture(self.inputs)):
             return False
-        return not self.session.reads_on_host(self.devices) and all(0 not in shape for shape in self.shapes(()))
+        return not session.reads_on_host(self.devices) and all(0 not in shape for shape in self.shapes(()))
 
 
 @dataclasses.dataclass(frozen=True)
 class RegionPlan:
-    """What a graph of regions takes, does and gives.
+    """What a graph of regions takes, does and gives. It can be pickled where the callables in it can.
 
     The list of values starts with the callable's arguments, the draws and the set of undefined tangents.
 
@@ -89,12 +89,35 @@ class RegionPlan:
     depends_on: tuple[frozenset[int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class RegionTrainingPlan:
+    """A forward and its backward.
+
+    Attributes:
+        forward: Gives outputs and saved values.
+        backward: Takes saved values and tangents. Its sessions are counted on from those of the forward.
+        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
+        has_functions: Whether a user's Function runs in the backward.
+    """
+
+    forward: RegionPlan
+    backward: RegionPlan
+    tangent_outputs: tuple[int, ...] | None
+    has_functions: bool
+
+
 class RegionGraph:
-    """A boxed callable: takes a list of arguments, which it empties, and returns the list of results."""
+    """A boxed callable: takes a list of arguments, which it empties, and returns the list of results.
+
+    Args:
+        plan: Its steps.
+        sessions: What they run, of which each knows its own.
+        count: Called at every run.
+    """
 
     _boxed_call = True
 
-    def __init__(self, plan: RegionPlan, count: Callable[[], None]) -> None:
+    def __init__(self, plan: RegionPlan, sessions: Sequence[Session], count: Callable[[], None]) -> None:
         self._plan = plan
         self._count = count
         self._closed: list[Callable[[], None]] = []
@@ -105,19 +128,19 @@ class RegionGraph:
             if isinstance(step, EagerStep):
                 self._steps.append((_eager(step), freed))
                 continue
-            run = _session(step, len(shapes))
+            session = sessions[step.session]
+            run = _session(step, session, len(shapes))
             shapes.append(step.shapes)
-            self._closed.append(step.session.close)
-            if step.is_captured:
-                captured = _captured_run(step)
+            self._closed.append(session.close)
+            if step.is_captured(session):
+                captured = _captured_run(step, session)
                 self._closed.append(captured.close)
                 self.captured_sessions += 1
-                run = _captured(step, captured, run)
+                run = _captured(step, session, captured, run)
             self._steps.append((run, freed))
         self._shapes = shapes
         self._results = list(zip(plan.results, plan.constants, strict=True))
         self._owner = Owner(self.release)
-        self.depends_on = plan.depends_on
         self.beside: list[RegionGraph] = []
 
     def __call__(self, args: Values, undefined: frozenset[int] = frozenset()) -> Values:
@@ -154,14 +177,14 @@ def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
     return call
 
 
-def _captured_run(step: SessionStep) -> CapturedRun:
+def _captured_run(step: SessionStep, session: Session) -> CapturedRun:
     assert step.shapes is not None
-    return CapturedRun(step.session, step.inputs, step.outputs, step.devices, step.shapes(()), step.moving)
+    return CapturedRun(session, step.inputs, step.outputs, step.devices, step.shapes(()), step.moving)
 
 
-def _captured(step: SessionStep, run: CapturedRun, plain: Callable[[Values, Any], None]) -> Callable[[Values, Any], None]:
+def _captured(step: SessionStep, session: Session, run: CapturedRun, plain: Callable[[Values, Any], None]) -> Callable[[Values, Any], None]:
     """The captured run, and `plain` from the call on in which it cannot be captured."""
-    session, results = step.session, step.results
+    results = step.results
 
     def call(values: Values, shapes: Any) -> None:
         if session.captures:
@@ -177,8 +200,8 @@ def _captured(step: SessionStep, run: CapturedRun, plain: Callable[[Values, Any]
     return call
 
 
-def _session(step: SessionStep, index: int) -> Callable[[Values, Any], None]:
-    session, results = step.session, step.results
+def _session(step: SessionStep, session: Session, index: int) -> Callable[[Values, Any], None]:
+    results = step.results
     feed, fetch = feeder(step.inputs), fetcher(step.outputs)
     allocate = allocator(step.outputs, step.devices) if step.shapes is not None else None
     devices = [ort_device(device) for device in step.devices]
@@ -209,20 +232,21 @@ class RegionTraining:
     """A forward and its backward, each a graph of regions. Autograd keeps what the one saves for the other.
 
     Args:
-        forward: Returns outputs and saved values.
-        backward: Takes saved values and tangents.
-        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
-        has_functions: Whether a user's Function runs in the backward.
+        plan: Their steps.
+        sessions: What both run.
+        counts: Counts their runs.
     """
 
-    def __init__(self, forward: RegionGraph, backward: RegionGraph, tangent_outputs: tuple[int, ...] | None, *, has_functions: bool) -> None:
-        self._forward, self._backward = forward, backward
-        forward.beside.append(backward)
-        self._places = tangent_outputs
+    def __init__(self, plan: RegionTrainingPlan, sessions: Sequence[Session], counts: RunCounts) -> None:
+        self._forward = RegionGraph(plan.forward, sessions, counts.ran_forward)
+        self._backward = RegionGraph(plan.backward, sessions, counts.ran_backward)
+        self._forward.beside.append(self._backward)
+        self.captured_sessions = self._forward.captured_sessions + self._backward.captured_sessions
+        self._places = plan.tangent_outputs
         self._undefined = _Undefined()
-        tangents = len(tangent_outputs or ())
-        partial = any(needs and len(needs) < tangents for needs in backward.depends_on) or (has_functions and tangents > 1)
-        self.watches = tangent_outputs is not None and partial
+        tangents = len(plan.tangent_outputs or ())
+        partial = any(needs and len(needs) < tangents for needs in plan.backward.depends_on) or (plan.has_functions and tangents > 1)
+        self.watches = plan.tangent_outputs is not None and partial
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""
