@@ -153,7 +153,8 @@ x = torch.randn(256, 512)
 for _ in range(2):
     compiled(x).sum().backward()
 (graph,) = ort_backend.report().graphs
-print(graph.from_cache, "onnxscript" not in sys.modules, graph.python_ops > 0 or graph.sessions, graph.counts.backward, [p.grad.double().sum().item() for p in model.parameters()])
+gradients = [p.grad.double().sum().item() for p in model.parameters()]
+print(graph.from_cache, "onnxscript" not in sys.modules, graph.python_ops > 0 or graph.sessions, graph.counts.backward, gradients)
 """
     first, second = python(program), python(program)
     assert first.startswith(f"False False {True if WHOLE_GRAPHS else 2} 2 ")
