@@ -100,6 +100,8 @@ class CompiledGraph:
 
 def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether the compiled graph may be kept: a hash can tell what it depends on, and nobody wants to see how it is compiled."""
+    if getattr(torch._dynamo.config, "caching_precompile", False):  # Dynamo would run what it has kept without a word to the backend
+        return False
     if not should_use_local_autograd_cache() or importlib.util.find_spec("cloudpickle") is None:  # a machine may have been set up without it
         return False
     if compiled_autograd.is_on() or settings.dump_dir is not None:

@@ -411,12 +411,17 @@ def test_dumps_are_written_each_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "switch", [lambda: torch.compiler.config.patch(force_disable_caches=True), lambda: functorch_config.patch(enable_autograd_cache=False)]
+    "switch",
+    [
+        lambda: torch.compiler.config.patch(force_disable_caches=True),
+        lambda: functorch_config.patch(enable_autograd_cache=False),
+        lambda: torch._dynamo.config.patch(caching_precompile=True),  # Dynamo's own, which calls no backend
+    ],
 )
 def test_pytorchs_switches_turn_it_off(switch: Callable[[], Any]) -> None:
     with switch():
         for _ in range(2):
-            compile_again(torch.sin)(torch.ones(3))
+            compile_again(nn.ReLU())(torch.ones(3))
             assert (found(), kept()) == (0, 0)
 
 
