@@ -26,7 +26,8 @@ _context = multiprocessing.get_context("forkserver")
 
 def run(workloads: Sequence[Workload], mode: str, jobs: int = 1, timeout: float = TIMEOUT) -> Iterator[Result]:
     """Results in the order in which they come, at most `jobs` processes at a time."""
-    _context.set_forkserver_preload(["benchmarks.zoo_process", "onnxruntime", "transformers", "ort_backend.compiler"])
+    ours = [f"ort_backend.{name}" for name in ("compiler", "joint", "regions")]
+    _context.set_forkserver_preload(["benchmarks.zoo_process", "onnxruntime", "transformers", *ours])
     waiting, running = list(workloads), list[tuple[Workload, _Child]]()
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ort_backend.lowering import foreach, older_torch, registry
 from ort_backend.lowering.recurrent_layers import whole_recurrent_layers
@@ -45,7 +46,8 @@ class Table(Mapping[torch._ops.OpOverload, Callable[..., Any]]):
 
     @functools.cached_property
     def _table(self) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-        return table()
+        with _disable_current_modes():  # those of the trace, under which a tensor that a module makes for itself would be a fake one
+            return table()
 
     def __getitem__(self, op: torch._ops.OpOverload) -> Callable[..., Any]:
         return self._table[op]

@@ -24,7 +24,7 @@ from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
-_NOTHING = torch.zeros((), dtype=torch.int64)  # the value that keeps the order of backwards: nobody reads the number
+_NOTHING = torch.zeros((), dtype=torch.int64, device="cpu")  # the value that keeps the order of backwards: nobody reads the number
 _INT64 = range(-(1 << 63), 1 << 63)
 
 

@@ -141,8 +141,8 @@ class _Compilation:
             self.dump.graph(joint)
         if not self.target.whole_graphs:
             return self._compile_regions(joint, joint_inputs, num_fwd_outputs, rest)
-        from ort_backend.joint import halves, lower_joint  # here, as graphs from the cache need no lowering, which takes long to import
-
+        with _imports():
+            from ort_backend.joint import halves, lower_joint
         with self._phase("lowering"):
             made = lower_joint(joint, num_fwd_outputs, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
         self._build(CompiledGraph(self.name, (self._model(made.lowered),), made.plan, made.lowered.content))
@@ -174,8 +174,8 @@ class _Compilation:
             made = self._regions(module, "")
             self._build(CompiledGraph(self.name, tuple(map(self._model, made.regions)), made.plan, made.content))
             return self._part("inference")
-        from ort_backend.joint import lower_inference
-
+        with _imports():
+            from ort_backend.joint import lower_inference
         with self._phase("lowering"):
             lowered, plan = lower_inference(module.graph, self.target, strict=self.settings.strict, name=self.name, rewrite=self._rewrite)
         models = (self._model(lowered),) if plan.fetch_devices else ()
@@ -224,8 +224,8 @@ class _Compilation:
     # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 
     def _compile_regions(self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        from ort_backend import regions
-
+        with _imports():
+            from ort_backend import regions
         made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
         forward = self._regions(made.forward, ".forward")
         if compiled_autograd.is_on():
@@ -238,8 +238,8 @@ class _Compilation:
         return made.forward, made.backward
 
     def _regions(self, module: fx.GraphModule, part: str, first_session: int = 0) -> RegionLowering:
-        from ort_backend import regions
-
+        with _imports():
+            from ort_backend import regions
         if self.dump is not None and part:
             self.dump.of(self.name + part).graph(module)
         with self._phase("lowering"):
@@ -344,6 +344,14 @@ class _Compilation:
             return gm(*args)
 
         return call
+
+
+def _imports() -> contextlib.AbstractContextManager[Any]:
+    """To be around imports of what lowers. They wait until there is something to lower: a graph from the cache saves half a second without them.
+
+    AOTAutograd calls back under its fake mode, in which a tensor that a module makes for itself would be a fake one for good.
+    """
+    return unset_fake_temporarily()
 
 
 def _keep_saved_tensors() -> None:

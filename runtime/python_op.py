@@ -210,7 +210,7 @@ def _register(name: str, forward: _Entry, backward: _Entry) -> None:
     C.register_torch_autograd_function(name, type("PythonOp", (torch.autograd.Function,), members))
 
 
-_NOTHING = torch.zeros((), dtype=torch.int64)
+_NOTHING = torch.zeros((), dtype=torch.int64, device="cpu")
 _installed: list[Any] = []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -12,8 +13,9 @@ TRAIN = 'torch.compile(torch.nn.Linear(2, 2), backend="ort_training")(torch.ones
 
 
 def run(*lines: str) -> str:
-    """What a fresh process prints."""
-    return subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True, text=True).stdout
+    """What a fresh process prints that finds no graph in PyTorch's cache."""
+    variables = {**os.environ, "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True, text=True, env=variables).stdout
 
 
 def test_neither_ortmodule_nor_the_reference_implementation() -> None:
@@ -24,12 +26,22 @@ def test_neither_ortmodule_nor_the_reference_implementation() -> None:
 def test_onnxscript_still_has_the_reference_implementation() -> None:
     fold = "print(onnxscript.optimizer._constant_folding.onnx.reference.ops.load_op('', 'Add', 18).__name__)"
     evaluate = "from onnx.reference import ReferenceEvaluator; print(onnx.reference.ReferenceEvaluator is ReferenceEvaluator)"
-    assert run("import ort_backend.compiler, onnx, onnxscript.optimizer", fold, evaluate) == "Add\nTrue\n"
+    assert run("import ort_backend.joint, onnx, onnxscript.optimizer", fold, evaluate) == "Add\nTrue\n"
 
 
 def test_what_was_imported_before_stays() -> None:
     same = "print(sys.modules['onnx.reference'] is reference is onnx.reference)"
-    assert run("import sys, onnx.reference; reference = onnx.reference", "import ort_backend.compiler", same) == "True\n"
+    assert run("import sys, onnx.reference; reference = onnx.reference", "import ort_backend.joint", same) == "True\n"
+
+
+@pytest.mark.parametrize("first", ["", "torch.set_default_device('meta')"])
+def test_no_module_keeps_a_tensor_of_the_trace_in_which_it_was_imported(first: str) -> None:
+    """Most are imported by the first compile, under AOTAutograd's modes."""
+    found = "[(name, key) for name, module in list(sys.modules.items()) if name.startswith('ort_backend') for key, one in vars(module).items()"
+    wrong = "if isinstance(one, torch.Tensor) and (type(one) is not torch.Tensor or one.device.type != 'cpu')]"
+    count = "print(sum(name.startswith('ort_backend.lowering.') for name in sys.modules) > 50)"
+    backward = "torch.compile(torch.nn.Linear(2, 2, device='cpu'), backend='ort_training')(torch.ones(1, 2, device='cpu')).sum().backward()"
+    assert run("import sys, torch", first, backward, f"print({found} {wrong})", count) == "[]\nTrue\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime.training") is None, reason="this onnxruntime has no training package")
