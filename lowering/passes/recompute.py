@@ -99,6 +99,9 @@ def _chosen(module: fx.GraphModule, num_fwd_outputs: int) -> set[str]:
     """Names of the nodes that the partitioner puts into the backward although no tangent reaches them."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(module.graph, {}))
+    for node in copied.nodes:
+        if node.meta.get("val", copied) is None:  # an operator that returns nothing; the partitioner knows one by its schema, unless it finds a value
+            del node.meta["val"]
     # It would merge what computes the same, under one name.
     with torch._functorch.config.patch(cse=False):
         _, backward = min_cut_rematerialization_partition(fx.GraphModule(module, copied), None, num_fwd_outputs=num_fwd_outputs)

@@ -95,6 +95,21 @@ def test_a_memory_budget(x: torch.Tensor) -> None:
     assert kept[0] > 1.2 * kept[1] > 1.2 * kept[2]
 
 
+def test_a_memory_budget_beside_an_operator_without_a_result() -> None:
+    """`cholesky` has one that raises the errors."""
+
+    def function(points: torch.Tensor) -> torch.Tensor:
+        kernel = torch.exp(-(points[:, None] - points[None]).square().sum(-1)) + torch.eye(6)
+        return torch.linalg.cholesky(kernel).diagonal().log().sum()
+
+    points = torch.randn(6, 2, requires_grad=True)
+    (expected,) = torch.autograd.grad(function(points), points)
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        result = torch.compile(function, backend="ort_training", fullgraph=True)(points)
+    torch.testing.assert_close(torch.autograd.grad(result, points)[0], expected)
+    assert ort_backend.report().graphs[-1].counts.backward == 1
+
+
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_onnx_runtime_does_not_merge_what_is_computed_again(x: torch.Tensor, reentrant: bool | None, tmp_path: Path) -> None:
     net = Net(reentrant=reentrant)
