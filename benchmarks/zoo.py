@@ -83,7 +83,7 @@ def table(results: Iterable[Result]) -> Table:
     made.add_column("by operator", overflow="fold")
     for one in results:
         if one.skipped:
-            made.add_row(one.name, one.family, f"{one.skipped} is not installed")
+            made.add_row(one.name, one.family, one.skipped)
             continue
         words = ("[red]broken", "[red]broken") if one.broken else (_word(one.static), _word(one.dynamic))
         compiles, breaks = (

@@ -17,6 +17,7 @@ from torch import nn
 
 import ort_backend
 from benchmarks.zoo_models import Workload
+from benchmarks.zoo_models.checkpointed import NoBlocks
 
 MODES = ("both", "static", "dynamic")
 # Part of the largest gradient of the model, or of its largest buffer, on whose scale it is compared what is zero but for rounding: the gradient
@@ -65,7 +66,7 @@ class Result:
         family: Its family.
         calls: The steps that ran, the static one first unless the mode is `"dynamic"`.
         broken: Why the process ended, or what it raised; empty if neither.
-        skipped: The package that is missing; empty if none is.
+        skipped: Why it did not run: a package that is missing, no blocks to checkpoint; empty if it did.
         has_static: Whether the first call is the static one.
     """
 
@@ -104,10 +105,13 @@ def compare(workload: Workload, mode: str = "both") -> Result:
     compile nothing. `"static"` stops after the first call; `"dynamic"` leaves it out and compiles with `dynamic=True`.
     """
     if package := missing(workload):
-        return Result(workload.name, workload.family, skipped=package)
+        return Result(workload.name, workload.family, skipped=f"{package} is not installed")
     sizes = {"both": workload.sizes, "static": workload.sizes[:1], "dynamic": workload.sizes[1:]}[mode]
     torch.manual_seed(0)
-    eager, batch = workload.build()
+    try:
+        eager, batch = workload.build()
+    except NoBlocks as reason:
+        return Result(workload.name, workload.family, skipped=str(reason))
     eager.train()
     own = copy.deepcopy(eager)
     with torch._dynamo.config.patch(**workload.dynamo) if workload.dynamo else contextlib.nullcontext():

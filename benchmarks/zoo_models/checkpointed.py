@@ -15,6 +15,10 @@ from benchmarks.zoo_models.workload import WORKLOADS, Built, Workload
 SUFFIX = "/checkpointed"
 
 
+class NoBlocks(Exception):
+    """A workload has none to checkpoint."""
+
+
 def find(name: str) -> Workload:
     """The workload of that name; with `SUFFIX`, the one without it, checkpointed."""
     plain = WORKLOADS[name.removesuffix(SUFFIX)]
@@ -24,7 +28,7 @@ def find(name: str) -> Workload:
 def _build(workload: Workload) -> Built:
     module, batch = workload.build()
     if not (_switch_on(module) or _wrap(module)):
-        raise ValueError(f"{workload.name} has no blocks to checkpoint")
+        raise NoBlocks("has no blocks to checkpoint")
     return module, batch
 
 
