@@ -59,6 +59,10 @@ def test_pending_forwards_of_different_graphs() -> None:
     same_gradients(found[:1], found[1:])
 
 
+# Of sums of 256 products in float32, in whichever order a processor's kernels add them up; results are in the hundreds.
+ROUNDING = {"rtol": 1e-4, "atol": 1e-3}
+
+
 def product_of(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, w).square().sum()
 
@@ -81,7 +85,7 @@ def test_a_tensor_gets_other_memory_before_the_backward() -> None:
             loss.backward()
             found.append((w.grad, x.grad))
             del kept
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*found, **ROUNDING)
 
 
 def test_memory_released_behind_the_forward_and_gathered_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +105,7 @@ def test_memory_released_behind_the_forward_and_gathered_again(caplog: pytest.Lo
                 loss.backward()
                 del kept
             found.append((w.grad, x.grad))
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*found, **ROUNDING)
     assert sum("reshard_after_forward" in one.message for one in caplog.records) == WHOLE_GRAPHS
 
 
