@@ -1,9 +1,10 @@
-"""Matrix products by oneDNN inside PythonOps and by ONNX Runtime's kernels, beside eager PyTorch: which is faster at which sizes.
+"""Matrix products by oneDNN and MKL inside PythonOps and by ONNX Runtime's kernels, beside eager PyTorch: which is faster at which sizes.
 
     python -m benchmarks.products                                   # the sizes that `kernel_choice.product_by_onednn` rests on
+    python -m benchmarks.products --rows 256 1024 --depths 256 384 768 1024 --columns 384 1024      # `product_by_mkl`
     python -m benchmarks.products --rows 512 --depths 1024 --columns 256 1024
 
-A product of a layer's forward (`x w^T`), of the gradient of its input (`g w`), and of that of its weights (`g^T x`), float32, one thread. All three
+A product of a layer's forward (`x w^T`), of the gradient of its input (`g w`), and of that of its weights (`g^T x`), float32, one thread. All
 take turns in one process; the figures are medians of processor time over the rounds, which other processes disturb least.
 """
 
@@ -20,10 +21,11 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.turns import cell, processor_times
+from ort_backend.lowering import dense_products
 from ort_backend.lowering.passes import products
 
 SECONDS, ROUNDS = 0.4, (7, 60)
-KINDS = ("eager", "oneDNN", "ONNX Runtime")
+KINDS = ("eager", "MKL", "oneDNN", "ONNX Runtime")
 # Whether the left and the right side are transposes.
 FORMS = {"x w^T": (False, True), "g w": (False, False), "g^T x": (True, False)}
 
@@ -35,9 +37,10 @@ def make_product(kind: str, form: str, left: Tensor, right: Tensor) -> Callable[
     def product(left: Tensor, right: Tensor) -> Tensor:
         return (left.t() if trans_left else left) @ (right.t() if trans_right else right)
 
-    options = {"kernels": "onnxruntime"} if kind == "ONNX Runtime" else {}
+    options = {"kernels": "onnxruntime"} if kind == "ONNX Runtime" else {"session_options": {"logid": kind}}  # a graph for each
     run = product if kind == "eager" else torch.compile(product, backend="ort_training", options=options, fullgraph=True, dynamic=False)
-    with mock.patch.object(products, "product_by_onednn", lambda *sizes, transposed: True):
+    chosen = {"product_by_onednn": lambda *sizes, transposed: True, "product_by_mkl": lambda *sizes, transposed: True}
+    with mock.patch.multiple(products, **chosen), mock.patch.object(dense_products, "mkl_is_at_home", lambda: kind == "MKL"):
         run(left, right)
     return lambda: run(left, right)
 

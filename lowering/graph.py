@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import registry, torchlib
+from ort_backend.lowering import dense_products, onednn, registry, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
@@ -25,7 +25,6 @@ from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
-from ort_backend.lowering.onednn import implementation
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -43,6 +42,8 @@ aten = torch.ops.aten
 
 # Behind each collective of `torch.distributed` in a graph.
 _WAIT = "_c10d_functional::wait_tensor"
+# What a node calls that is not its target.
+_IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS}
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -336,7 +337,7 @@ class GraphLowering:
         elif is_random(node) or has_effect(node):
             values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
         else:
-            values, call = write_python_op(self.op, implementation(node.target), title, tuple(args), kwargs, fake, fakes)
+            values, call = write_python_op(self.op, _IMPLEMENTATIONS.get(node.target, node.target), title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
-from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, ONEDNN_MM
+from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -60,6 +61,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's kernels, as in eager PyTorch"
     if node.target is ONEDNN_MM:
         return "oneDNN's product is faster at this size"
+    if node.target is MKL_MM:
+        return "MKL's product is faster at this size"
     if not target.whole_graphs or target.kernels == "onnxruntime":
         return None
     if node.target in _FUSED_ATTENTION:
@@ -149,6 +152,17 @@ def product_by_onednn(rows: int, depth: int, columns: int, *, transposed: bool) 
     memory of its result, which PyTorch takes from the C library, cost as much as is gained.
     """
     return not transposed and depth % 1024 == 0 and rows * depth * columns >= 2e8
+
+
+def product_by_mkl(rows: int, depth: int, columns: int, *, transposed: bool) -> bool:
+    """Whether MKL computes a product (rows x depth) (depth x columns) in float32, and not ONNX Runtime: on a processor of Intel's.
+
+    MKL inside a PythonOp took 0.6 to 0.9 of ONNX Runtime's time there, least where the left side is `transposed`, as in a gradient of weights; a
+    step of BERT with those 0.94 of its time, of a GPT 0.98 (`python -m benchmarks.products`; Intel Xeon of family 6, model 207, AVX-512). With all
+    products a step took up to 0.05 less, but then activations lie in the C library's memory beside ONNX Runtime's, in pieces: the peak of a
+    checkpointed network doubled. On processors of AMD's MKL is the slower one.
+    """
+    return transposed and rows * depth * columns >= 1e8
 
 
 def operator_class(node: fx.Node) -> str:

@@ -1,6 +1,4 @@
-"""oneDNN's kernels in float32 on the CPU, as PyTorch has them: matrix products, and one layer and direction of an LSTM, forward and backward.
-
-Products run as inductor's linear layers do (`mkldnn::_linear_pointwise`), not as eager PyTorch's, which are MKL's.
+"""oneDNN's kernels of an LSTM in float32 on the CPU, as PyTorch has them: one layer and direction, forward and backward.
 
 The size of an LSTM's workspace is oneDNN's secret, so that it does not travel through the graph: a handle does, whose memory, once given back, frees
 it. States are (1, B, H), as the kernels take and give them.
@@ -10,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,8 @@ _library.define(
     f"onednn_lstm_backward(Tensor dy, Tensor dhn, Tensor dcn, Tensor x, Tensor h0, Tensor c0, {_WEIGHTS}, Tensor y, Tensor hn, Tensor cn,"
     " Tensor handle, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-_library.define("onednn_mm(Tensor left, Tensor right, Tensor? bias, bool trans_left, bool trans_right) -> Tensor")
 ONEDNN_LSTM = torch.ops.ort_training.onednn_lstm.default
 ONEDNN_LSTM_BACKWARD = torch.ops.ort_training.onednn_lstm_backward.default
-ONEDNN_MM = torch.ops.ort_training.onednn_mm.default
 
 _LSTM_KIND = 2  # ideep::rnn_kind::LSTM (third_party/ideep/include/ideep/abstract_types.hpp)
 _numbers = itertools.count()
@@ -109,24 +106,10 @@ def _gradients(ctx: Any, dy: Tensor, dhn: Tensor, dcn: Tensor, _: Any) -> tuple[
 torch.library.register_autograd("ort_training::onednn_lstm", _gradients, setup_context=_save, lib=_library)
 
 
-@torch.library.register_fake("ort_training::onednn_mm", lib=_library)
-def _(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
-    return left.new_empty(left.shape[1 if trans_left else 0], right.shape[0 if trans_right else 1])
-
-
-@torch.library.impl(_library, "onednn_mm", "CompositeExplicitAutograd")
-def _product(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
-    left, right = left.t() if trans_left else left, right if trans_right else right.t()
-    if not left.numel() or not right.numel():  # oneDNN has no product of nothing
-        return torch.nn.functional.linear(left, right, bias)
-    return torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")
-
-
 def is_on() -> bool:
     """Whether this PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn.flags`)."""
     return torch.backends.mkldnn.is_available() and bool(torch._C._get_mkldnn_enabled())
 
 
-def implementation(target: Any) -> Any:
-    """What a node calls: these operators without PyTorch's dispatcher, whose layers in Python take as long as a small kernel; any other itself."""
-    return {ONEDNN_LSTM: _forward, ONEDNN_LSTM_BACKWARD: _backward, ONEDNN_MM: _product}.get(target, target)
+# What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ONEDNN_LSTM: _forward, ONEDNN_LSTM_BACKWARD: _backward}

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering import dense_products
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
@@ -151,7 +152,7 @@ def _returns_new_memory(target: Any) -> bool:
 
     A schema does not tell: `aten::_conj_physical`, which has none of a view, returns a real argument itself.
     """
-    return str(target) in _CHOSEN_FOR_SPEED
+    return str(target) in _CHOSEN_FOR_SPEED or target in dense_products.IMPLEMENTATIONS.values()
 
 
 def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

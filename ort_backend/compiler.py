@@ -20,7 +20,7 @@ from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
-from ort_backend.lowering import decompositions, dynamo_hook, onednn, recurrent_layers, traced_function
+from ort_backend.lowering import decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.composites import right_losses, whole_interpolation
 from ort_backend.lowering.kernel_choice import pytorch_may_run
@@ -412,7 +412,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     captures = settings.cuda_graphs and _can_capture(provider)
     python_op = made.python_op and not captures and not compiled_autograd.is_on()
     device = next(iter(devices), 0)
-    return dataclasses.replace(made, kernels=kernels, device_index=device, python_op=python_op, onednn=onednn.is_on(), cuda_graphs=captures)
+    target = dataclasses.replace(made, kernels=kernels, device_index=device, python_op=python_op, cuda_graphs=captures)
+    return dataclasses.replace(target, onednn=onednn.is_on(), mkl=dense_products.mkl_is_at_home())
 
 
 def _can_capture(provider: str) -> bool:

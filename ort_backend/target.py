@@ -29,6 +29,7 @@ class OrtTarget:
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
             ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
         onednn: Whether PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn`).
+        mkl: Whether PyTorch's matrix products are MKL's, on a processor that it was made for.
         cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
             captured but never replayed (read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls).
     """
@@ -42,6 +43,7 @@ class OrtTarget:
     contrib_ops: frozenset[str] = frozenset()
     kernels: str = "measured"
     onednn: bool = False
+    mkl: bool = False
     cuda_graphs: bool = False
 
     @property

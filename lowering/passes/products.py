@@ -1,4 +1,4 @@
-"""Matrix products that oneDNN computes faster than ONNX Runtime become its own, with their transposes and bias."""
+"""Matrix products that a library of PyTorch's computes faster than ONNX Runtime become its own, with their transposes and bias."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ort_backend.lowering.kernel_choice import product_by_onednn, pytorch_may_run
-from ort_backend.lowering.onednn import ONEDNN_MM
+from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
+from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, pytorch_may_run
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 
 
 def choose_products(graph: fx.Graph, target: OrtTarget) -> None:
-    """Replaces, in place, `mm` and `addmm` in float32 where oneDNN's product is the faster one.
+    """Replaces, in place, `mm` and `addmm` in float32 where MKL's or oneDNN's product is the faster one.
 
     Args:
         graph: Of ATen operators with fake tensors in their metadata. Symbolic sizes count as their example.
         target: The ONNX Runtime that the graph is for.
     """
-    if not pytorch_may_run(target) or not target.onednn:
+    if not pytorch_may_run(target):
         return
     for node in graph.nodes:
-        if _is_product(node) and _is_faster(*node.args[-2:]):
+        if _is_product(node) and (operator := _faster(node.args[-2], node.args[-1], target)):
             *bias, left, right = node.args
             (left, trans_left), (right, trans_right) = _untransposed(left), _untransposed(right)
-            node.target, node.args, node.kwargs = ONEDNN_MM, (left, right, *(bias or [None]), trans_left, trans_right), {}
+            node.target, node.args, node.kwargs = operator, (left, right, *(bias or [None]), trans_left, trans_right), {}
 
 
 def _is_product(node: fx.Node) -> bool:
@@ -42,9 +42,13 @@ def _is_product(node: fx.Node) -> bool:
     return node.target is aten.mm.default or statically_known_true(_shape(node.args[0]) == _shape(node)[1:])
 
 
-def _is_faster(left: Any, right: Any) -> bool:
+def _faster(left: Any, right: Any, target: OrtTarget) -> Any:
+    """The operator that is faster than ONNX Runtime's product; None if there is none."""
     rows, depth, columns = map(hint, (*_shape(left), _shape(right)[1]))
-    return product_by_onednn(rows, depth, columns, transposed=_untransposed(left)[1])
+    transposed = _untransposed(left)[1]
+    if target.mkl and product_by_mkl(rows, depth, columns, transposed=transposed):
+        return MKL_MM
+    return ONEDNN_MM if target.onednn and product_by_onednn(rows, depth, columns, transposed=transposed) else None
 
 
 def _shape(node: Any) -> torch.Size:

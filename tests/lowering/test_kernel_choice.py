@@ -129,7 +129,7 @@ def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden
     with torch._dynamo.config.patch(allow_rnn=True):
         y, _ = torch.compile(model, backend="ort_training")(x)
     torch.testing.assert_close(y, model(x)[0], rtol=1e-4, atol=1e-5)
-    assert {one.operator for one in ort_backend.report().graphs[-1].outside} == (
+    assert {one.operator for one in ort_backend.report().graphs[-1].outside if "lstm" in one.operator} == (
         {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} if by_onednn else set()
     )
 

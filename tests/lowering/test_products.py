@@ -1,4 +1,4 @@
-"""Matrix products that oneDNN computes: which, with what results, and where not."""
+"""Matrix products that oneDNN or MKL computes: which, with what results, and where not."""
 
 from __future__ import annotations
 
@@ -9,23 +9,33 @@ import torch
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering import dense_products, kernel_choice
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, which such products run in, needs onnxruntime-training")
 
-ONEDNN = "ort_training::onednn_mm"
 OFF: list[dict[str, Any]] = [{"kernels": "onnxruntime"}, {"strict": True}]
 
 
+@pytest.fixture(params=["onednn", "mkl"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The one that products may run by, whatever the processor."""
+    if request.param == "mkl" and not torch.backends.mkl.is_available():
+        pytest.skip("this PyTorch has no MKL")
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: request.param == "mkl")
+    return str(request.param)
+
+
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(library: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(products, "product_by_onednn", lambda *sizes, transposed: True)
+    monkeypatch.setattr(products, "product_by_mkl", lambda *sizes, transposed: True)
+    return library
 
 
-def _by_onednn() -> int:
-    return sum(one.count for one in ort_backend.report().graphs[-1].outside if one.operator == ONEDNN)
+def _by(library: str) -> int:
+    return sum(one.count for one in ort_backend.report().graphs[-1].outside if one.operator == f"ort_training::{library}_mm")
 
 
 def _gradients(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tensor | None]:
@@ -49,29 +59,50 @@ def test_choice(rows: int, depth: int, columns: int, transposed: bool, chosen: b
     assert kernel_choice.product_by_onednn(rows, depth, columns, transposed=transposed) == chosen
 
 
+@pytest.mark.parametrize(
+    "rows, depth, columns, transposed, chosen",
+    [(1024, 512, 1024, True, True), (1024, 512, 1024, False, False), (256, 256, 256, True, False), (4096, 8, 4096, True, True)],
+)
+def test_choice_of_mkl(rows: int, depth: int, columns: int, transposed: bool, chosen: bool) -> None:
+    assert kernel_choice.product_by_mkl(rows, depth, columns, transposed=transposed) == chosen
+
+
+def test_mkl_is_at_home_with_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_home = dense_products.mkl_is_at_home.__wrapped__
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    for text, expected in (("vendor_id\t: GenuineIntel", True), ("vendor_id\t: AuthenticAMD", False), ("", False)):
+        monkeypatch.setattr(dense_products, "_processor", lambda text=text: text)
+        assert at_home() == expected
+    monkeypatch.setattr(dense_products, "_processor", lambda: "vendor_id\t: GenuineIntel")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not at_home()
+
+
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_wide_layer_runs_by_onednn(bias: bool) -> None:
+def test_a_wide_layer(library: str, bias: bool) -> None:
     torch._dynamo.reset()
     model, x = nn.Linear(1024, 800, bias=bias), torch.randn(256, 1024)
     expected = _gradients(model, x, model)
     found = _gradients(model, x, torch.compile(model, backend="ort_training", options={"verify": 1}, fullgraph=True))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-    assert _by_onednn() == 1  # the forward: rows of the gradient are 3,200 bytes apart
+    # By oneDNN the forward alone: rows of the gradient are 3,200 bytes apart. By MKL the gradient of the weights.
+    assert _by("onednn") == 1
+    assert _by("mkl") == (1 if library == "mkl" else 0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
-def test_results_equal_eager(always: None, bias: bool, dynamic: bool) -> None:
+def test_results_equal_eager(always: str, bias: bool, dynamic: bool) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(5, 7, bias=bias), nn.Tanh(), nn.Linear(7, 3, bias=bias))
     compiled = torch.compile(model, backend="ort_training", fullgraph=True, dynamic=dynamic)
     for rows in (4, 9, 1) if dynamic else (4,):
         x = torch.randn(rows, 5)
         torch.testing.assert_close(_gradients(model, x, compiled), _gradients(model, x, model), rtol=1e-4, atol=1e-5)
-    assert _by_onednn() == 6  # a forward, and gradients of input and weights, of each layer
+    assert _by(always) == 6  # a forward, and gradients of input and weights, of each layer
 
 
-def test_no_rows_at_all(always: None) -> None:
+def test_no_rows_at_all(always: str) -> None:
     torch._dynamo.reset()
     model = nn.Linear(5, 7)
 
@@ -82,7 +113,7 @@ def test_no_rows_at_all(always: None) -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         for x in (torch.randn(6, 5), -torch.rand(6, 5)):
             torch.testing.assert_close(_gradients(model, x, compiled), _gradients(model, x, kept), rtol=1e-4, atol=1e-5)
-    assert _by_onednn() == 3
+    assert _by(always) == 3
 
 
 @pytest.mark.parametrize(
@@ -96,7 +127,7 @@ def test_no_rows_at_all(always: None) -> None:
         lambda a, b: torch.addmm(a @ b, a, b),
     ],
 )
-def test_forms_of_products(always: None, function: Any) -> None:
+def test_forms_of_products(always: str, function: Any) -> None:
     torch._dynamo.reset()
     a, b = torch.randn(3, 4), torch.randn(4, 5)
     compiled = torch.compile(function, backend="ort_training", fullgraph=True)
@@ -105,23 +136,23 @@ def test_forms_of_products(always: None, function: Any) -> None:
 
 
 @pytest.mark.parametrize("options", OFF, ids=str)
-def test_onnx_runtime_only(always: None, options: dict[str, Any]) -> None:
+def test_onnx_runtime_only(always: str, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(torch.mm, backend="ort_training", options=options)
     compiled(torch.randn(3, 4), torch.randn(4, 5))
-    assert _by_onednn() == 0
+    assert _by(always) == 0
 
 
-def test_where_onednn_is_turned_off(always: None) -> None:
+def test_where_onednn_is_turned_off(always: str) -> None:
     torch._dynamo.reset()
     with torch.backends.mkldnn.flags(enabled=False):
         torch.compile(torch.mm, backend="ort_training")(torch.randn(3, 4), torch.randn(4, 5))
-    assert _by_onednn() == 0
+    assert _by(always) == (0 if always == "onednn" else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
-def test_other_dtypes_stay(always: None, dtype: torch.dtype) -> None:
+def test_other_dtypes_stay(always: str, dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     a, b = torch.arange(12).reshape(3, 4).to(dtype), torch.arange(20).reshape(4, 5).to(dtype)
     torch.testing.assert_close(torch.compile(torch.mm, backend="ort_training")(a, b), a @ b)
-    assert _by_onednn() == 0
+    assert _by(always) == 0

@@ -1,0 +1,59 @@
+"""Matrix products in float32 on the CPU by the libraries that PyTorch has, with transposes and bias in one call.
+
+oneDNN's run as inductor's linear layers do (`mkldnn::_linear_pointwise`), MKL's as eager PyTorch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("ort_training", "FRAGMENT")
+for _name in ("onednn_mm", "mkl_mm"):
+    _library.define(f"{_name}(Tensor left, Tensor right, Tensor? bias, bool trans_left, bool trans_right) -> Tensor")
+ONEDNN_MM = torch.ops.ort_training.onednn_mm.default
+MKL_MM = torch.ops.ort_training.mkl_mm.default
+
+
+@torch.library.register_fake("ort_training::onednn_mm", lib=_library)
+@torch.library.register_fake("ort_training::mkl_mm", lib=_library)
+def _(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
+    return left.new_empty(left.shape[1 if trans_left else 0], right.shape[0 if trans_right else 1])
+
+
+@torch.library.impl(_library, "onednn_mm", "CompositeExplicitAutograd")
+def _by_onednn(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
+    left, right = left.t() if trans_left else left, right if trans_right else right.t()
+    if not left.numel() or not right.numel():  # oneDNN has no product of nothing
+        return torch.nn.functional.linear(left, right, bias)
+    return torch.ops.mkldnn._linear_pointwise.default(left, right, bias, "none", [], "")
+
+
+@torch.library.impl(_library, "mkl_mm", "CompositeExplicitAutograd")
+def _by_mkl(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
+    left, right = left.t() if trans_left else left, right.t() if trans_right else right
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
+# What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ONEDNN_MM: _by_onednn, MKL_MM: _by_mkl}
+
+
+@functools.cache
+def mkl_is_at_home() -> bool:
+    """Whether PyTorch's products are MKL's, and the processor is Intel's: on others MKL runs kernels that were not made for them."""
+    return torch.backends.mkl.is_available() and "GenuineIntel" in _processor()
+
+
+def _processor() -> str:
+    """Text that names the processor's vendor."""
+    try:
+        return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:  # not Linux
+        return platform.processor()
