@@ -17,6 +17,8 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
+from ort_backend.runtime import denormals
+
 log = logging.getLogger(__name__)
 
 # Pieces of 256 bytes are what the arena counts in. Regions double in size; what is never written to takes no memory.
@@ -79,5 +81,6 @@ def _smallest_session() -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
+    denormals.follow_thread(options)
     use_shared(options)
     return ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=9)).SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -11,6 +11,7 @@ import onnxruntime as ort
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import EnvironmentProblem, OptionError
+from ort_backend.runtime import denormals
 from ort_backend.target import OrtTarget
 
 MS = "com.microsoft"
@@ -154,6 +155,7 @@ def _refusal(model: ir.Model, providers: tuple[str, ...], libraries: tuple[str, 
     register_libraries(options, libraries)
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
+    denormals.follow_thread(options)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if providers != ("CPUExecutionProvider",):
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

@@ -19,7 +19,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime import arena, cuda, layer_norm
+from ort_backend.runtime import arena, cuda, denormals, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 
@@ -76,6 +76,7 @@ class SessionConfig:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        denormals.follow_thread(options)
         if self.provider == CPU_PROVIDER:
             arena.use_shared(options)
         if self.optimized_path is not None:
