@@ -105,9 +105,10 @@ def _is_grouped(node: fx.Node) -> bool:
 def _long_attention(node: fx.Node) -> str | None:
     """Attention and its backward, judged together.
 
-    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but it keeps the probabilities, length x length for each head, and
-    reads them in the backward. Beyond 512 that is too much memory. PyTorch's forward keeps none; behind it, ONNX Runtime's backward, which then
-    computes them again, is still the faster one up to 1024 where no half of them is masked (`python -m benchmarks.kernel_choice --only attentions`).
+    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but its forward and its backward hold the probabilities, length x
+    length for each head, even where none are kept between them (`few_probabilities`). Beyond 512 that is too much memory. PyTorch's forward holds
+    none; behind it, ONNX Runtime's backward is still the faster one up to 1024 where no half is masked
+    (`python -m benchmarks.kernel_choice --only attentions`).
     """
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args)), **node.kwargs}
@@ -115,6 +116,24 @@ def _long_attention(node: fx.Node) -> str | None:
     length = length if isinstance(length, int) else length.node.hint
     shortest = 512 if node.target is _ATTENTION or given.get("is_causal") else 1024
     return f"{length} x {length} probabilities are too many to keep" if length is not None and length > shortest else None
+
+
+def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:
+    """Whether attention to `keys` keys, its heads `width` wide, keeps its probabilities for the backward, which else computes them again.
+
+    They are keys / width times as large as the queries; with all that belongs to it, a block of a transformer keeps some 17 tensors of that size.
+    At 4 times that is a quarter more, for a step of 0.92 of its time (`benchmarks run`, gpt-medium: 256 keys, width 64).
+    """
+    return hint(keys) <= 4 * width
+
+
+def bounds_scores(target: OrtTarget) -> bool:
+    """Whether masked scores are kept from exponentials too small for a normal number: on a processor of Intel's.
+
+    ONNX Runtime's Softmax of 8 x 4 x 128 x 128 scores takes 1.9 ms there with one half of them masked, else 0.3 (Intel Xeon of family 6, model 207);
+    what bounds them and takes out the masked ones again takes 0.4. A step of a GPT took 0.96 to 0.99 of its time.
+    """
+    return target.mkl
 
 
 def _large_transform(node: fx.Node) -> str | None:

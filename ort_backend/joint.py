@@ -24,6 +24,7 @@ from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
+from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -77,7 +78,9 @@ def lower_joint(
     split_input_gradients(graph, target)
     hoisted = hoist(graph)
     recompute(module, num_fwd_outputs)
-    choose_products(graph, target)  # behind `recompute`, where PyTorch's partitioner weighs operators that it knows
+    # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
+    keep_probabilities(graph, target)
+    choose_products(graph, target)
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)

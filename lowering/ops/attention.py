@@ -15,6 +15,21 @@ from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
 
+_library = torch.library.Library("ort_training", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded) -> "
+    "(Tensor output, Tensor probabilities)"
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor probabilities, Tensor? attn_mask, float? scale) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+ATTENTION = torch.ops.ort_training.attention.default
+ATTENTION_BACKWARD = torch.ops.ort_training.attention_backward.default
+
+# exp(-80) / 1000 is still a normal number in float32.
+_BOUND = 80.0
+
 _FUSED = ("com.microsoft::FusedMatMul",)
 
 
@@ -85,6 +100,30 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
     return float(scale)
 
 
+def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False) -> ir.Value:
+    """Along the last dimension.
+
+    Args:
+        op: The builder.
+        scores: (..., L, S), -inf right of the diagonal where they are `bounded`.
+        bounded: Raises what lies more than 80 below a row's largest score, where its exponential would be no normal number, and sets the result right
+            of the diagonal to 0: the same but for 2e-35. Some processors take a hundred times as long for a result too small to be a normal number.
+    """
+    if bounded:
+        bound, relative = (constant(op, number, scores.dtype) for number in (_BOUND, 1e-6))  # type: ignore[arg-type]
+        largest = op.ReduceMax(scores, int64s(op, [-1]), keepdims=1)
+        # Beyond 1e9 the next number in float32 is further away than 80.
+        lowest = op.Sub(largest, op.Max(bound, op.Mul(op.Abs(largest), relative)))
+        probabilities = op.Softmax(op.Max(scores, lowest), axis=-1)
+        return typed(op.Trilu(probabilities, upper=0), scores.dtype, scores.shape)
+    return typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
+
+
+def _output(op: Any, probabilities: ir.Value, value: ir.Value, query: ir.Value, alive: ir.Value | None, fused: bool) -> ir.Value:
+    out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
+    return _where_alive(op, alive, out)
+
+
 def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool) -> Any:
     if dropout_p:
         raise Unsupported("dropout inside attention")
@@ -92,11 +131,10 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
         raise Unsupported("FusedMatMul has a float32 scale")
     mask, alive = _alive_rows(op, mask)
     scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
-    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
-    out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
+    out = _output(op, _softmax(op, scores), value, query, alive, fused)
     # Nothing reads it where the backward is ours.
     logsumexp = _where_alive(op, alive, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
-    return _where_alive(op, alive, out), op.Squeeze(logsumexp, int64s(op, [-1]))
+    return out, op.Squeeze(logsumexp, int64s(op, [-1]))
 
 
 def _backward(
@@ -111,24 +149,38 @@ def _backward(
     scale: Any,
     fused: bool,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """The probabilities are computed again: they are larger than everything else that attention would have to keep."""
+    """The probabilities are computed again: `passes.probabilities` decides where they are kept."""
     if dropout_p:
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
-    factor = _scale(query, scale)
     mask, alive = _alive_rows(op, mask)
-    scores = _scores(op, query, key, is_causal, mask, factor, fused)
-    probabilities = typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
+    factor = _scale(query, scale)
+    probabilities = _softmax(op, _scores(op, query, key, is_causal, mask, factor, fused))
+    return _gradients(op, grad_out, query, key, value, probabilities, alive, factor, fused)
+
+
+def _gradients(
+    op: Any,
+    grad_out: ir.Value,
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    probabilities: ir.Value,
+    alive: ir.Value | None,
+    factor: float,
+    fused: bool,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(gradients of query, key, value)"""
     grad_out = _with_heads(op, _where_alive(op, alive, grad_out), key)
     grad_value = _product(op, _with_heads(op, probabilities, key), grad_out, fused=fused, trans_a=1)
     grad_probabilities = _with_heads(op, _product(op, grad_out, value, fused=fused, trans_b=1), query)
     if fused:
-        grad_scores = microsoft(op, "SoftmaxGrad_13", grad_probabilities, probabilities, like=scores, axis=-1)
+        grad_scores = microsoft(op, "SoftmaxGrad_13", grad_probabilities, probabilities, like=probabilities, axis=-1)
     else:
         through = op.Mul(grad_probabilities, probabilities)
         grad_scores = op.Sub(through, op.Mul(probabilities, op.ReduceSum(through, int64s(op, [-1]), keepdims=1)))
-    grad_scores = _with_heads(op, typed(grad_scores, scores.dtype, scores.shape), key)
+    grad_scores = _with_heads(op, typed(grad_scores, probabilities.dtype, probabilities.shape), key)
     grad_query = _with_heads(op, _product(op, grad_scores, key, fused=fused, alpha=factor), query)
     grad_key = _product(op, grad_scores, _with_heads(op, query, key), fused=fused, trans_a=1, alpha=factor)
     return grad_query, grad_key, grad_value
@@ -164,3 +216,37 @@ def flash_attention_backward(op, grad_out, query, key, value, out, logsumexp, dr
     Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor, Tensor)
     """
     return _backward(op, grad_out, query, key, value, dropout_p, is_causal, attn_mask, scale, False)
+
+
+@torch.library.register_fake("ort_training::attention", lib=_library)
+def _(query: Any, key: Any, value: Any, is_causal: Any, attn_mask: Any, scale: Any, bounded: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty((*query.shape[:-1], key.shape[-2]))
+
+
+@torch.library.register_fake("ort_training::attention_backward", lib=_library)
+def _(grad_out: Any, query: Any, key: Any, value: Any, probabilities: Any, attn_mask: Any, scale: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in (query, key, value))
+
+
+@register(ATTENTION, requires=_FUSED)
+def attention(op, query, key, value, is_causal, attn_mask, scale, bounded):
+    """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded) ->
+    (Tensor output, Tensor probabilities)
+
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) is for causal attention without another mask.
+    """
+    mask, alive = _alive_rows(op, attn_mask)
+    scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), True)
+    probabilities = _softmax(op, scores, bounded=bounded)
+    return _output(op, probabilities, value, query, alive, True), probabilities
+
+
+@register(ATTENTION_BACKWARD, requires=(*_FUSED, "com.microsoft::SoftmaxGrad_13"))
+def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask, scale):
+    """ort_training::attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor probabilities, Tensor? attn_mask,
+    float? scale) -> (Tensor, Tensor, Tensor)
+
+    `passes.probabilities` writes it.
+    """
+    _, alive = _alive_rows(op, attn_mask)
+    return _gradients(op, grad_out, query, key, value, probabilities, alive, _scale(query, scale), True)

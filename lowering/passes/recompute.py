@@ -74,11 +74,15 @@ def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
 
 def _is_wanted(graph: fx.Graph) -> bool:
     """Whether the program asks for recomputation: by a checkpoint, or by a memory budget."""
+    return has_budget(graph) or any("recompute" in node.meta for node in graph.nodes)
+
+
+def has_budget(graph: fx.Graph) -> bool:
+    """Whether a memory budget is set, for all graphs or for a part of this one."""
     if torch._functorch.config.activation_memory_budget < 1.0:
         return True
-    # `recompute` is a checkpoint's tag, the others are a budget's (read in torch 2.13).
-    return any("recompute" in node.meta or "memory_budget" in node.meta or "region_activation_memory_budget" in (node.meta.get("custom") or {})
-               for node in graph.nodes)  # fmt: skip
+    # Read in torch 2.13.
+    return any("memory_budget" in node.meta or "region_activation_memory_budget" in (node.meta.get("custom") or {}) for node in graph.nodes)
 
 
 def _may_run_twice(node: fx.Node) -> bool:
