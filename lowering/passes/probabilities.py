@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering import registry
 from ort_backend.lowering.kernel_choice import bounds_scores, faster_in_pytorch, few_probabilities
-from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD
+from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero
@@ -23,6 +24,8 @@ aten = torch.ops.aten
 
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# What they stand for.
+_LOWERINGS = {_FORWARD: flash_attention_fused, _BACKWARD: flash_attention_backward_fused}
 # Results that are their first argument.
 _SAME = {aten.detach.default, aten.alias.default, BEHIND}
 
@@ -39,12 +42,17 @@ def keep_probabilities(graph: fx.Graph, target: OrtTarget) -> int:
     Returns:
         How many pairs there were.
     """
-    if not target.whole_graphs or has_budget(graph):
+    if not target.whole_graphs or has_budget(graph) or not all(_is_first(overload, lowering, target) for overload, lowering in _LOWERINGS.items()):
         return 0
     pairs = [(node, backwards) for node in graph.nodes if node.target is _FORWARD and (backwards := _backwards(node, target))]
     for forward, backwards in pairs:
         _replace(graph, forward, backwards, target)
     return len(pairs)
+
+
+def _is_first(overload: torch._ops.OpOverload, lowering: Any, target: OrtTarget) -> bool:
+    """Whether nothing else lowers an operator first, such as what a user has registered."""
+    return next((one.function for one in registry.find(overload, target)), None) is lowering
 
 
 def _backwards(forward: fx.Node, target: OrtTarget) -> list[fx.Node]:

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import joint
+from ort_backend.lowering import registry
+from ort_backend.lowering.ops import attention as ops
 from ort_backend.lowering.passes import probabilities
 from ort_backend.runtime import capabilities
 
@@ -186,6 +188,20 @@ def test_one_kernel_for_all(seen: Seen) -> None:
     compiled = torch.compile(function, backend="ort_training", options={"strict": True, "kernels": "onnxruntime"})
     _same_as_eager(function, _sample(), call=compiled)
     assert seen.pairs == [1]
+
+
+def test_a_users_lowering_comes_first(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    monkeypatch.setitem(registry._table, attention, list(registry.registered()[attention]))
+    called = []
+
+    @registry.register(attention, requires=("com.microsoft::FusedMatMul", "com.microsoft::Gelu"))
+    def lowering(op: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return ops.flash_attention_fused(op, *args, **kwargs)
+
+    _same_as_eager(_attention(True), _sample())
+    assert seen.pairs == [0] and called == [1]
 
 
 @pytest.mark.parametrize("mkl", [False, True])
