@@ -173,9 +173,10 @@ def test_a_checkpoint_keeps_none(seen: Seen) -> None:
     attention = _attention(True)
     inputs = _sample()
     _same_as_eager(lambda q, k, v: checkpoint(lambda *x: attention(*x).cos(), q, k, v, use_reentrant=False), inputs)
-    assert seen.pairs == [0]
-    # PyTorch's partitioner keeps the result and its sums of rows.
-    assert ort_backend.report().graphs[-1].kept_bytes <= sum(one.nbytes for one in inputs) + inputs[0].nbytes + inputs[0].nbytes // 16
+    kept = sum(one.nbytes for one in inputs)
+    if seen.pairs == [0]:  # PyTorch's partitioner keeps the result and its sums of rows (2.13), else the backward computes all of it (2.15)
+        kept += inputs[0].nbytes + inputs[0].nbytes // 16
+    assert ort_backend.report().graphs[-1].kept_bytes <= kept
 
 
 def test_two_layers(seen: Seen, bounded: bool) -> None:
