@@ -15,7 +15,6 @@ from torch import fx
 from ort_backend.lowering import registry
 from ort_backend.lowering.kernel_choice import bounds_scores, faster_in_pytorch, few_probabilities
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
-from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.target import OrtTarget
@@ -27,13 +26,14 @@ _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # What they stand for.
 _LOWERINGS = {_FORWARD: flash_attention_fused, _BACKWARD: flash_attention_backward_fused}
 # Results that are their first argument.
-_SAME = {aten.detach.default, aten.alias.default, BEHIND}
+_SAME = {aten.detach.default, aten.alias.default}
 
 
 def keep_probabilities(graph: fx.Graph, target: OrtTarget) -> int:
     """Replaces, in place, attention and its backward by operators that hand the probabilities from one to the other.
 
-    Not where a memory budget is set (`torch._functorch.config.activation_memory_budget`): PyTorch's partitioner does not count them.
+    Not in a checkpoint, nor where a memory budget is set (`torch._functorch.config.activation_memory_budget`): PyTorch's partitioner, which decides
+    there what is kept, does not count them.
 
     Args:
         graph: A joint graph of ATen operators with fake tensors in their metadata, nodes that are computed again written as such.
@@ -58,7 +58,11 @@ def _is_first(overload: torch._ops.OpOverload, lowering: Any, target: OrtTarget)
 def _backwards(forward: fx.Node, target: OrtTarget) -> list[fx.Node]:
     """The backwards that alone read the sums of the rows of `forward`, where ONNX Runtime runs all of it and the probabilities are few."""
     given = _given(forward)
-    if not _is_for_us(given) or not few_probabilities(given["key"].meta["val"].shape[-2], given["key"].meta["val"].shape[-1]):
+    if (
+        "recompute" in forward.meta
+        or not _is_for_us(given)
+        or not few_probabilities(given["key"].meta["val"].shape[-2], given["key"].meta["val"].shape[-1])
+    ):
         return []
     backwards = [reader for item in _items(forward, 1) for reader in _readers(item)]
     if any(one.target is not _BACKWARD or _same_arguments(one) != _same_arguments(forward) for one in backwards):
@@ -95,7 +99,7 @@ def _items(node: fx.Node, index: int) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    return [reader for user in node.users for reader in (_readers(user) if user.target in _SAME and user.args[0] is node else [user])]
+    return [reader for user in node.users for reader in (_readers(user) if user.target in _SAME else [user])]
 
 
 def _source(node: Any) -> Any:
