@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
+from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.symbolic import hint
@@ -110,11 +111,10 @@ def _long_attention(node: fx.Node) -> str | None:
     none; behind it, ONNX Runtime's backward is still the faster one up to 1024 where no half is masked
     (`python -m benchmarks.kernel_choice --only attentions`).
     """
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = {**dict(zip(names, node.args)), **node.kwargs}
+    given = arguments_of(node)
     length = given["query"].meta["val"].shape[-2]
     length = length if isinstance(length, int) else length.node.hint
-    shortest = 512 if node.target is _ATTENTION or given.get("is_causal") else 1024
+    shortest = 512 if node.target is _ATTENTION or given["is_causal"] else 1024
     return f"{length} x {length} probabilities are too many to keep" if length is not None and length > shortest else None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.symbolic import hint
 
 # Operators whose meaning depends on the strides of their argument and not on its values alone.
@@ -53,9 +54,9 @@ def arranged(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tenso
 
 def reads_other_memory(node: fx.Node) -> bool:
     """Whether a node of `READS_STRIDES` addresses memory around the elements of its argument, which a session does not see."""
-    named: dict[str, Any] = {**dict(zip((a.name for a in node.target._schema.arguments), node.args)), **node.kwargs}  # type: ignore[union-attr]
+    named = arguments_of(node)
     fake = named["self"].meta["val"]
-    offset = named.get("storage_offset")
+    offset = named["storage_offset"]
     size, stride = map(_numbers, (named["size"], named["stride"]))
     begins, start = _numbers([fake.storage_offset(), fake.storage_offset() if offset is None else offset])
     if fake.numel() == 0 or 0 in size:

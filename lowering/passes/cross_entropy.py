@@ -7,17 +7,14 @@ these zeros. Run one by one they keep two further tensors of that size, at the p
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import source_of
 from ort_backend.lowering.ops.loss import CROSS_ENTROPY_BACKWARD
 
 aten = torch.ops.aten
 
-# Results that are their first argument.
-_SAME = {aten.detach.default, aten.alias.default}
 _LIKELIHOODS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
 
 
@@ -36,7 +33,7 @@ def fuse_cross_entropy(graph: fx.Graph) -> int:
             continue
         rank = output.meta["val"].dim()
         axis = 1 if rank > 1 else 0
-        if _source(likelihood.args[1]) is not _source(output) or dim % max(rank, 1) != axis or dtype != output.meta["val"].dtype:
+        if source_of(likelihood.args[1]) is not source_of(output) or dim % max(rank, 1) != axis or dtype != output.meta["val"].dtype:
             continue
         with graph.inserting_before(node):
             made = graph.call_function(CROSS_ENTROPY_BACKWARD, likelihood.args)
@@ -46,9 +43,3 @@ def fuse_cross_entropy(graph: fx.Graph) -> int:
         graph.erase_node(likelihood)
         fused += 1
     return fused
-
-
-def _source(node: Any) -> Any:
-    while node.target in _SAME:
-        node = node.args[0]
-    return node

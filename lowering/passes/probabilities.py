@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
+from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
 from ort_backend.lowering.kernel_choice import bounds_scores, faster_in_pytorch, few_probabilities
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.passes.recompute import has_budget
@@ -25,8 +26,6 @@ _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # What they stand for.
 _LOWERINGS = {_FORWARD: flash_attention_fused, _BACKWARD: flash_attention_backward_fused}
-# Results that are their first argument.
-_SAME = {aten.detach.default, aten.alias.default}
 
 
 def keep_probabilities(graph: fx.Graph, target: OrtTarget) -> int:
@@ -57,7 +56,7 @@ def _is_first(overload: torch._ops.OpOverload, lowering: Any, target: OrtTarget)
 
 def _backwards(forward: fx.Node, target: OrtTarget) -> list[fx.Node]:
     """The backwards that alone read the sums of the rows of `forward`, where ONNX Runtime runs all of it and the probabilities are few."""
-    given = _given(forward)
+    given = arguments_of(forward)
     if (
         "recompute" in forward.meta
         or not _is_for_us(given)
@@ -83,15 +82,9 @@ def _is_for_us(given: dict[str, Any]) -> bool:
 
 def _same_arguments(node: fx.Node) -> list[Any]:
     """What a forward and its backward have in common."""
-    given = _given(node)
-    tensors = [_source(given[name]) for name in ("query", "key", "value", "attn_mask")]
+    given = arguments_of(node)
+    tensors = [source_of(given[name]) for name in ("query", "key", "value", "attn_mask")]
     return [*tensors, given["dropout_p"], given["is_causal"], given["scale"]]
-
-
-def _given(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by name."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    return {**{one.name: one.default_value for one in schema}, **dict(zip((one.name for one in schema), node.args)), **node.kwargs}
 
 
 def _items(node: fx.Node, index: int) -> list[fx.Node]:
@@ -99,17 +92,11 @@ def _items(node: fx.Node, index: int) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    return [reader for user in node.users for reader in (_readers(user) if user.target in _SAME else [user])]
-
-
-def _source(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in _SAME:
-        node = node.args[0]
-    return node
+    return [reader for user in node.users for reader in (_readers(user) if user.target in REFERENCES else [user])]
 
 
 def _replace(graph: fx.Graph, forward: fx.Node, backwards: list[fx.Node], target: OrtTarget) -> None:
-    given = _given(forward)
+    given = arguments_of(forward)
     query, key, value, mask, scale = (given[name] for name in ("query", "key", "value", "attn_mask", "scale"))
     bounded = bounds_scores(target) and given["is_causal"] and mask is None
     with graph.inserting_before(forward):
@@ -121,7 +108,7 @@ def _replace(graph: fx.Graph, forward: fx.Node, backwards: list[fx.Node], target
     for item, fake in zip((output, probabilities), fakes):
         item.meta = {**forward.meta, "val": fake}
     for backward in backwards:
-        grad_out = _given(backward)["grad_out"]
+        grad_out = arguments_of(backward)["grad_out"]
         backward.target, backward.kwargs = ATTENTION_BACKWARD, {}
         backward.args = (grad_out, query, key, value, probabilities, mask, scale)
     for item in _items(forward, 0):
