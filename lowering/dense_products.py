@@ -41,6 +41,13 @@ def _by_mkl(left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, 
     return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
 
 
+def by_mkl_into(empty: Callable[..., Tensor], left: Tensor, right: Tensor, bias: Tensor | None, trans_left: bool, trans_right: bool) -> Tensor:
+    """The product by MKL, in memory that `empty` gives for its shape and dtype."""
+    left, right = left.t() if trans_left else left, right.t() if trans_right else right
+    out = empty((left.shape[0], right.shape[1]), left.dtype)
+    return torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
+
+
 # What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ONEDNN_MM: _by_onednn, MKL_MM: _by_mkl}
 

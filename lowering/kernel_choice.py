@@ -177,12 +177,13 @@ def product_by_onednn(rows: int, depth: int, columns: int, *, transposed: bool) 
 def product_by_mkl(rows: int, depth: int, columns: int, *, transposed: bool) -> bool:
     """Whether MKL computes a product (rows x depth) (depth x columns) in float32, and not ONNX Runtime: on a processor of Intel's.
 
-    MKL inside a PythonOp took 0.6 to 0.9 of ONNX Runtime's time there, least where the left side is `transposed`, as in a gradient of weights; a
-    step of BERT with those 0.94 of its time, of a GPT 0.98 (`python -m benchmarks.products`; Intel Xeon of family 6, model 207, AVX-512). With all
-    products a step took up to 0.05 less, but then activations lie in the C library's memory beside ONNX Runtime's, in pieces: the peak of a
-    checkpointed network doubled. On processors of AMD's MKL is the slower one.
+    MKL inside a PythonOp took 0.65 to 0.9 of ONNX Runtime's time there where the left side is `transposed`, as in a gradient of weights; a step of
+    BERT with those 0.94 of its time, of a GPT 0.98. Others took 0.75 to 1.2, those with many multiplications for each element that is read or
+    written at most 1.0: a step of GPTs with layers 384 and 512 wide with those 0.92 to 0.98 of its time, with such layers 256 wide 0.99 to 1.02
+    (`python -m benchmarks.products`; Intel Xeon of family 6, model 207, AVX-512). On processors of AMD's MKL is the slower one.
     """
-    return transposed and rows * depth * columns >= 1e8
+    multiplications = rows * depth * columns
+    return multiplications >= 1e8 if transposed else multiplications >= 2e8 and depth * columns >= 256 * (depth + columns)
 
 
 def operator_class(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ import torch
 from ort_backend.lowering import dense_products
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
+from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.memory_order import READS_STRIDES, arranged, order_of
 from ort_backend.target import RELEASE
@@ -38,11 +39,13 @@ class PythonCall:
         title: What a person calls it, such as `aten::sort`.
         function: Takes the node's input tensors as ONNX carries them (contiguous, complex as pairs), returns its output tensors likewise.
             None for a user's autograd.Function, which has a backward as well (`function_op`).
+        allocates: Whether `function` takes, in front of the tensors, what makes a tensor for its result (`given_memory.Empty`).
     """
 
     name: str
     title: str
     function: Callable[..., Sequence[torch.Tensor]] | None
+    allocates: bool = False
 
 
 def unique_name(title: str) -> str:
@@ -103,6 +106,8 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
     fill = _filler(spec, constants, slots)
     wanted = [i for i, is_declared in enumerate(declared) if is_declared]
     is_fresh = _returns_new_memory(target)
+    if (into := into_given_memory(target)) is not None:
+        return PythonCall(unique_name(title), title, functools.partial(_run_into, into, fill), allocates=True)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = fill(tensors)
@@ -116,6 +121,11 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
         return [_own(one, mine) for one in carried]
 
     return PythonCall(unique_name(title), title, run)
+
+
+def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    args, kwargs = fill(tensors)
+    return [to_carrier(into(empty, *args, **kwargs))]
 
 
 def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:

@@ -22,6 +22,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
 from ort_backend.runtime.cuda import Fence
+from ort_backend.runtime.result_memory import memory
 from ort_backend.target import RELEASE
 
 _from_dlpack = torch._C._from_dlpack
@@ -102,6 +103,7 @@ class Call(Protocol):
 
     name: str
     function: Callable[..., Sequence[torch.Tensor]] | None
+    allocates: bool
 
 
 class Registration:
@@ -111,7 +113,7 @@ class Registration:
     """
 
     def __init__(self, call: Any) -> None:
-        self._forward = _Entry(call.name, _plain(call.function) if call.function is not None else _forward_of(call))
+        self._forward = _Entry(call.name, _plain(call.function, call.allocates) if call.function is not None else _forward_of(call))
         self._backward = _Entry(call.name, _backward_of(call)) if call.function is None else self._forward
         _install()
         _register(call.name, self._forward, self._backward)
@@ -140,7 +142,9 @@ class _Entry:
         raise OrtBackendError(f"{self.name} was called after its session")
 
 
-def _plain(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+def _plain(function: Callable[..., Sequence[torch.Tensor]], allocates: bool) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
+    if allocates:
+        return lambda objects: function(memory.empty, *map(_from_dlpack, objects))
     return lambda objects: function(*map(_from_dlpack, objects))
 
 

@@ -22,6 +22,7 @@ from ort_backend.errors import OptionError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
+from ort_backend.runtime.result_memory import memory
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +266,7 @@ class Session:
             self._open = None
             if self._config.provider == CPU_PROVIDER:
                 arena.shrink()
+                memory.release()
 
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""

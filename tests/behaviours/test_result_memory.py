@@ -1,0 +1,218 @@
+"""Memory for large results of PyTorch's kernels inside a session: used again, never while a result lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ort_backend.lowering import dense_products, given_memory
+from ort_backend.lowering.passes import products
+from ort_backend.runtime import capabilities, result_memory
+from ort_backend.runtime.result_memory import ResultMemory
+
+aten = torch.ops.aten
+_training = pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, where such kernels run, needs onnxruntime-training")
+LARGE = result_memory._LARGE // 4  # elements of float32
+
+
+def _address(memory: ResultMemory, elements: int = LARGE) -> tuple[torch.Tensor, int]:
+    tensor = memory.empty((elements,), torch.float32)
+    return tensor, tensor.data_ptr()
+
+
+def _bytes(memory: ResultMemory) -> int:
+    return sum(size * len(blocks) for size, blocks in memory._blocks.items())
+
+
+def test_a_result_that_was_given_up_leaves_its_memory_to_the_next() -> None:
+    memory = ResultMemory()
+    first, place = _address(memory)
+    second, other = _address(memory)
+    assert place != other
+    del first
+    again, same = _address(memory)
+    assert same == place
+    assert _address(memory)[1] not in (place, other)
+    assert again.is_contiguous() and again.shape == (LARGE,) and second.dtype == torch.float32
+
+
+def test_the_memory_used_last_comes_first() -> None:
+    memory = ResultMemory()
+    first, _ = _address(memory)
+    second, place = _address(memory)
+    del first, second
+    assert _address(memory)[1] == place
+
+
+def test_what_looks_into_a_result_keeps_it() -> None:
+    memory = ResultMemory()
+    tensor, place = _address(memory)
+    seen = torch._C._from_dlpack(torch._C._to_dlpack(tensor))[3:]
+    del tensor
+    other, elsewhere = _address(memory)
+    assert elsewhere != place
+    del seen
+    assert _address(memory)[1] == place
+
+
+@pytest.mark.parametrize("shape, dtype", [((3, 5), torch.float64), ((0, 1 << 20), torch.float32), ((), torch.float32), ((512, 256), torch.bfloat16)])
+def test_shapes_and_dtypes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = ResultMemory().empty(shape, dtype)
+    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == (torch.Size(shape), dtype, True)
+
+
+def test_memory_is_bounded_where_sizes_change() -> None:
+    memory = ResultMemory()
+    for i in range(40):
+        held = [memory.empty((LARGE + 1000 * i,), torch.float32) for _ in range(3)]
+        assert _bytes(memory) <= result_memory._SLACK * sum(one.nbytes for one in held)
+        del held
+
+
+def test_sizes_that_come_back_stay() -> None:
+    memory = ResultMemory()
+    places = []
+    for _ in range(4):
+        held = [_address(memory, elements) for elements in (LARGE, 2 * LARGE, 3 * LARGE)]
+        places.append([place for _, place in held])
+        del held
+    assert places[1] == places[2] == places[3]
+
+
+def test_release_gives_back_what_is_free() -> None:
+    memory = ResultMemory()
+    held, place = _address(memory)
+    _address(memory)
+    memory.release()
+    assert _bytes(memory) == held.nbytes
+    del held
+    assert _address(memory)[1] == place
+
+
+def test_a_release_in_the_middle_waits() -> None:
+    memory = ResultMemory()
+    _address(memory)
+    with memory._lock:  # as the garbage collector would, during an allocation
+        memory.release()
+        assert _bytes(memory)
+    held, _ = _address(memory, 2 * LARGE)
+    assert _bytes(memory) == held.nbytes
+
+
+def test_threads() -> None:
+    memory, wrong = ResultMemory(), []
+
+    def work(number: int) -> None:
+        for i in range(300):
+            tensor = memory.empty((LARGE + (i % 3),), torch.float32).fill_(number)
+            if not bool((tensor == number).all()):
+                wrong.append(number)
+            if i % 50 == 0:
+                memory.release()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+_OTHERS: dict[Any, tuple[Any, ...]] = {
+    aten.leaky_relu_backward.default: (0.1, False),
+    aten.pow.Tensor_Scalar: (3.0,),
+    aten.threshold_backward.default: (0.0,),
+}
+
+
+@pytest.mark.parametrize("target", given_memory.ELEMENTWISE, ids=str)
+def test_kernels_write_into_what_they_are_given(target: Any) -> None:
+    tensors = [torch.rand(64, 700) + 0.1 for argument in target._schema.arguments if isinstance(argument.type, torch.TensorType)]
+    given: list[torch.Tensor] = []
+
+    def empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        given.append(torch.empty(shape, dtype=dtype))
+        return given[-1]
+
+    into = given_memory.into_given_memory(target)
+    assert into is not None
+    found = into(empty, *tensors, *_OTHERS.get(target, ()))
+    torch.testing.assert_close(found, target(*tensors, *_OTHERS.get(target, ())), rtol=0, atol=0)
+    assert [one.data_ptr() for one in given] == [found.data_ptr()]
+
+
+def test_other_dtypes_than_the_result_are_left_to_the_operator() -> None:
+    into = given_memory.into_given_memory(aten.pow.Tensor_Scalar)
+    assert into is not None
+
+    def empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("not of this dtype")
+
+    torch.testing.assert_close(into(empty, torch.arange(4), 2.5), torch.arange(4) ** 2.5)
+    torch.testing.assert_close(into(empty, torch.ones(4), 1j), torch.ones(4) ** 1j)
+
+
+@_training
+def test_results_outlive_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients that a program keeps lie in such memory, and the next steps must not write there."""
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: True)
+    monkeypatch.setattr(products, "product_by_mkl", lambda *sizes, transposed: True)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    compiled = torch.compile(model, backend="ort_training", options={"verify": 1}, fullgraph=True)
+    before = result_memory.memory._takes
+    steps = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(512, 256, requires_grad=True)
+        out = compiled(x)
+        pending = compiled(x.detach() + 1)  # its backward comes behind the other's
+        out.square().sum().backward()
+        pending.sum().backward()
+        steps.append((x, out, pending, x.grad, [one.grad for one in model.parameters()]))
+        model.zero_grad()
+    assert result_memory.memory._takes > before
+    for x, out, pending, of_input, of_weights in steps:
+        own = x.detach().clone().requires_grad_()
+        expected = model(own), model(own.detach() + 1)
+        expected[0].square().sum().backward()
+        expected[1].sum().backward()
+        of_eager = [one.grad for one in model.parameters()]
+        torch.testing.assert_close((out, pending, of_input, of_weights), (*expected, own.grad, of_eager), rtol=1e-3, atol=1e-2)
+        model.zero_grad()
+
+
+_ENDS = """
+import gc, torch
+from ort_backend.lowering import dense_products
+from ort_backend.lowering.passes import products
+from ort_backend.runtime.result_memory import memory
+torch.set_num_threads(1)
+dense_products.mkl_is_at_home = lambda: True
+products.product_by_mkl = lambda *sizes, transposed: True
+def held():
+    gc.collect()
+    return sum(size * len(blocks) for size, blocks in memory._blocks.items())
+model = torch.nn.Linear(256, 512)
+compiled = torch.compile(model, backend="ort_training")
+compiled(torch.randn(512, 256)).sum().backward()
+gradient = model.weight.grad
+del model
+print(held())
+torch._dynamo.reset()
+del compiled
+print(held(), gradient.untyped_storage().nbytes())
+"""
+
+
+@_training
+def test_a_session_that_ends_leaves_what_is_in_use() -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, check=True)
+    before, after, in_use = map(int, done.stdout.split())
+    assert before > after == in_use
