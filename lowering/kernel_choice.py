@@ -128,6 +128,24 @@ def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:
     return 16 * hint(keys) <= width * width
 
 
+def causal_blocks(length: Any, keys: Any) -> list[int]:
+    """Blocks of rows in which causal attention runs: where each ends. None: all rows at once.
+
+    The queries of a block see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls away, of four three
+    eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64 wide (24 heads of a
+    batch), 0.86 for 128 (32 heads), 0.92 (12 heads), 0.98 for 64 queries 32 wide; for 512 queries 0.77, in four 0.69; for 256 in four 0.75, for 128
+    in four 0.90 (AMD EPYC of family 25, model 17).
+
+    Args:
+        length: Queries; blocks are made of a known number only.
+        keys: As many.
+    """
+    if not isinstance(length, int) or not isinstance(keys, int) or length != keys or length < 128:
+        return []
+    count = 2 if length < 512 else 4
+    return [length * (i + 1) // count for i in range(count)]
+
+
 def bounds_scores(target: OrtTarget) -> bool:
     """Whether masked scores are kept from exponentials too small for a normal number: on a processor of Intel's.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,19 +12,20 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.kernel_choice import causal_blocks
 from ort_backend.lowering.microsoft import microsoft, typed
+from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define(
-    "attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded) -> "
-    "(Tensor output, Tensor probabilities)"
+    "attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded, int[] ends) -> Tensor[]"
 )
 _library.define(
-    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor probabilities, Tensor? attn_mask, float? scale) -> "
-    "(Tensor, Tensor, Tensor)"
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor[] probabilities, Tensor? attn_mask, float? scale, "
+    "int[] ends) -> (Tensor, Tensor, Tensor)"
 )
 ATTENTION = torch.ops.ort_training.attention.default
 ATTENTION_BACKWARD = torch.ops.ort_training.attention_backward.default
@@ -60,8 +63,68 @@ def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
     return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[index]
 
 
-def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None, scale: float, fused: bool) -> ir.Value:
-    """(N, H, L, S): scale query key^T + mask."""
+def _blocks_of_rows(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
+    """(N, H, rows, width) cut in front of each of `ends`, none of which means one block."""
+    if not ends:
+        return [tensor]
+    sizes = np.diff(ends, prepend=0).tolist()
+    parts = op.Split(tensor, int64s(op, sizes), axis=2, _outputs=len(ends))
+    return [typed(part, tensor.dtype, [*tensor.shape[:2], size, tensor.shape[3]]) for part, size in zip(parts, sizes)]  # type: ignore[index]
+
+
+def _rows_up_to(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
+    """The rows of (N, H, rows, width) in front of each of `ends`: what the queries of each block of a causal attention see."""
+    starts, axes = int64s(op, [0]), int64s(op, [2])
+    parts = [op.Slice(tensor, starts, int64s(op, [end]), axes) for end in ends[:-1]]
+    shapes = [[*tensor.shape[:2], end, tensor.shape[3]] for end in ends]  # type: ignore[index]
+    return [*(typed(part, tensor.dtype, shape) for part, shape in zip(parts, shapes)), tensor]
+
+
+def _joined(op: Any, parts: list[ir.Value]) -> ir.Value:
+    """The inverse of `_blocks_of_rows`."""
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=2)
+
+
+def _sum_of_rows(op: Any, parts: list[ir.Value], ends: Sequence[int]) -> ir.Value:
+    """The sum of what has the sizes of `_rows_up_to`, its missing rows 0."""
+    total, later = parts[-1], []
+    for i in reversed(range(1, len(parts))):
+        total, rest = op.Split(total, int64s(op, [ends[i - 1], ends[i] - ends[i - 1]]), axis=2, _outputs=2)
+        later.insert(0, rest)
+        total = op.Add(total, parts[i - 1])
+    return _joined(op, [total, *later])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Queries and what they attend to.
+
+    Attributes:
+        first: The number of the first query.
+        query: (N, H, rows, width)
+        key: (N, H or a part of them, S, width), causal attention's no further than the last query.
+        value: Likewise.
+    """
+
+    first: int
+    query: ir.Value
+    key: ir.Value
+    value: ir.Value
+
+
+def _blocks(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> list[_Block]:
+    parts = _blocks_of_rows(op, query, ends), _rows_up_to(op, key, ends), _rows_up_to(op, value, ends)
+    return [_Block(*one) for one in zip([0, *ends[:-1]], *parts, strict=True)]
+
+
+def _ends(query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None) -> list[int]:
+    return causal_blocks(query.shape[2], key.shape[2]) if is_causal and attn_mask is None else []  # type: ignore[index]
+
+
+def _scores(
+    op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None, scale: float, fused: bool, first: int = 0
+) -> ir.Value:
+    """(N, H, L, S): scale query key^T + mask, `first` the number of the first row."""
     scores = _with_heads(op, _product(op, _with_heads(op, query, key), key, fused=fused, trans_b=1, alpha=scale), query)
     if attn_mask is not None:
         if attn_mask.dtype == ir.DataType.BOOL:
@@ -69,7 +132,8 @@ def _scores(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask:
         scores = op.Add(scores, attn_mask)
     if is_causal:
         size = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
-        above = op.Trilu(op.Expand(constant(op, -np.inf, query.dtype), size), constant(op, 1, ir.DataType.INT64), upper=1)  # type: ignore[arg-type]
+        above = op.Expand(constant(op, -np.inf, query.dtype), size)  # type: ignore[arg-type]
+        above = op.Trilu(above, constant(op, 1 + first, ir.DataType.INT64), upper=1)
         scores = op.Add(scores, above)
     return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[index]
 
@@ -100,12 +164,13 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
     return float(scale)
 
 
-def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False) -> ir.Value:
+def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False, first: int = 0) -> ir.Value:
     """Along the last dimension.
 
     Args:
         op: The builder.
         scores: (..., L, S), -inf right of the diagonal where they are `bounded`.
+        first: The number of the first row.
         bounded: Raises what lies more than 80 below a row's largest score, where its exponential would be no normal number, and sets the result right
             of the diagonal to 0: the same but for 2e-35. Some processors take a hundred times as long for a result too small to be a normal number.
     """
@@ -115,7 +180,7 @@ def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False) -> ir.Value:
         # Beyond 1e9 the next number in float32 is further away than 80.
         lowest = op.Sub(largest, op.Max(bound, op.Mul(op.Abs(largest), relative)))
         probabilities = op.Softmax(op.Max(scores, lowest), axis=-1)
-        return typed(op.Trilu(probabilities, upper=0), scores.dtype, scores.shape)
+        return typed(op.Trilu(probabilities, constant(op, first, ir.DataType.INT64), upper=0), scores.dtype, scores.shape)
     return typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
 
 
@@ -129,12 +194,15 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
+    ends = _ends(query, key, is_causal, mask)
     mask, alive = _alive_rows(op, mask)
-    scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), fused)
-    out = _output(op, _softmax(op, scores), value, query, alive, fused)
-    # Nothing reads it where the backward is ours.
-    logsumexp = _where_alive(op, alive, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1))
-    return out, op.Squeeze(logsumexp, int64s(op, [-1]))
+    outs, sums = [], []
+    for block in _blocks(op, query, key, value, ends):
+        scores = _scores(op, block.query, block.key, is_causal, mask, _scale(query, scale), fused, block.first)
+        outs.append(_output(op, _softmax(op, scores), block.value, block.query, alive, fused))
+        # Nothing reads it where the backward is ours.
+        sums.append(_where_alive(op, alive, op.ReduceLogSumExp(scores, int64s(op, [-1]), keepdims=1)))
+    return _joined(op, outs), op.Squeeze(_joined(op, sums), int64s(op, [-1]))
 
 
 def _backward(
@@ -154,13 +222,39 @@ def _backward(
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
+    ends = _ends(query, key, is_causal, mask)
     mask, alive = _alive_rows(op, mask)
     factor = _scale(query, scale)
-    probabilities = _softmax(op, _scores(op, query, key, is_causal, mask, factor, fused))
-    return _gradients(op, grad_out, query, key, value, probabilities, alive, factor, fused)
+    blocks = _blocks(op, query, *_later(op, grad_out, key, value, ends), ends)
+    probabilities = [_softmax(op, _scores(op, one.query, one.key, is_causal, mask, factor, fused, one.first)) for one in blocks]
+    return _gradients(op, grad_out, blocks, probabilities, alive, factor, fused, ends)
+
+
+def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> Sequence[ir.Value]:
+    """Key and value, out of whose rows ONNX Runtime makes those of the blocks again: it would keep the forward's."""
+    return [typed(behind(op, one, grad_out), one.dtype, one.shape) for one in (key, value)] if ends else (key, value)
 
 
 def _gradients(
+    op: Any,
+    grad_out: ir.Value,
+    blocks: list[_Block],
+    probabilities: Sequence[ir.Value],
+    alive: ir.Value | None,
+    factor: float,
+    fused: bool,
+    ends: Sequence[int],
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """(gradients of query, key, value)"""
+    parts = [
+        _gradients_of_block(op, grad, block.query, block.key, block.value, one, alive, factor, fused)
+        for grad, block, one in zip(_blocks_of_rows(op, grad_out, ends), blocks, probabilities, strict=True)
+    ]
+    grad_query, grad_key, grad_value = (list(grads) for grads in zip(*parts))
+    return _joined(op, grad_query), _sum_of_rows(op, grad_key, ends), _sum_of_rows(op, grad_value, ends)
+
+
+def _gradients_of_block(
     op: Any,
     grad_out: ir.Value,
     query: ir.Value,
@@ -219,34 +313,41 @@ def flash_attention_backward(op, grad_out, query, key, value, out, logsumexp, dr
 
 
 @torch.library.register_fake("ort_training::attention", lib=_library)
-def _(query: Any, key: Any, value: Any, is_causal: Any, attn_mask: Any, scale: Any, bounded: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty((*query.shape[:-1], key.shape[-2]))
+def _(query: Any, key: Any, value: Any, is_causal: Any, attn_mask: Any, scale: Any, bounded: Any, ends: Any) -> list[torch.Tensor]:
+    rows = np.diff(ends, prepend=0).tolist() if ends else [query.shape[-2]]
+    keys = ends or [key.shape[-2]]
+    probabilities = [query.new_empty((*query.shape[:-2], *size)) for size in zip(rows, keys)]
+    return [query.new_empty((*query.shape[:-1], value.shape[-1])), *probabilities]
 
 
 @torch.library.register_fake("ort_training::attention_backward", lib=_library)
-def _(grad_out: Any, query: Any, key: Any, value: Any, probabilities: Any, attn_mask: Any, scale: Any) -> tuple[torch.Tensor, ...]:
+def _(grad_out: Any, query: Any, key: Any, value: Any, probabilities: Any, attn_mask: Any, scale: Any, ends: Any) -> tuple[torch.Tensor, ...]:
     return tuple(one.new_empty(one.shape) for one in (query, key, value))
 
 
 @register(ATTENTION, requires=_FUSED)
-def attention(op, query, key, value, is_causal, attn_mask, scale, bounded):
-    """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded) ->
-    (Tensor output, Tensor probabilities)
+def attention(op, query, key, value, is_causal, attn_mask, scale, bounded, ends):
+    """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded,
+    int[] ends) -> Tensor[]: the result, and the probabilities of each block of rows
 
-    `passes.probabilities` writes it. `bounded` (see `_softmax`) is for causal attention without another mask.
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `kernel_choice.causal_blocks`) are for causal attention without
+    another mask.
     """
     mask, alive = _alive_rows(op, attn_mask)
-    scores = _scores(op, query, key, is_causal, mask, _scale(query, scale), True)
-    probabilities = _softmax(op, scores, bounded=bounded)
-    return _output(op, probabilities, value, query, alive, True), probabilities
+    blocks = _blocks(op, query, key, value, ends)
+    scores = [_scores(op, one.query, one.key, is_causal, mask, _scale(query, scale), True, one.first) for one in blocks]
+    probabilities = [_softmax(op, one, bounded=bounded, first=block.first) for one, block in zip(scores, blocks)]
+    outs = [_output(op, one, block.value, block.query, alive, True) for one, block in zip(probabilities, blocks)]
+    return [_joined(op, outs), *probabilities]
 
 
 @register(ATTENTION_BACKWARD, requires=(*_FUSED, "com.microsoft::SoftmaxGrad_13"))
-def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask, scale):
-    """ort_training::attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor probabilities, Tensor? attn_mask,
-    float? scale) -> (Tensor, Tensor, Tensor)
+def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask, scale, ends):
+    """ort_training::attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor[] probabilities, Tensor? attn_mask,
+    float? scale, int[] ends) -> (Tensor, Tensor, Tensor)
 
     `passes.probabilities` writes it.
     """
     _, alive = _alive_rows(op, attn_mask)
-    return _gradients(op, grad_out, query, key, value, probabilities, alive, _scale(query, scale), True)
+    blocks = _blocks(op, query, *_later(op, grad_out, key, value, ends), ends)
+    return _gradients(op, grad_out, blocks, probabilities, alive, _scale(query, scale), True, ends)

@@ -14,7 +14,7 @@ from torch import fx
 
 from ort_backend.lowering import registry
 from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
-from ort_backend.lowering.kernel_choice import bounds_scores, faster_in_pytorch, few_probabilities
+from ort_backend.lowering.kernel_choice import bounds_scores, causal_blocks, faster_in_pytorch, few_probabilities
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero
@@ -98,19 +98,21 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _replace(graph: fx.Graph, forward: fx.Node, backwards: list[fx.Node], target: OrtTarget) -> None:
     given = arguments_of(forward)
     query, key, value, mask, scale = (given[name] for name in ("query", "key", "value", "attn_mask", "scale"))
-    bounded = bounds_scores(target) and given["is_causal"] and mask is None
+    is_plainly_causal = given["is_causal"] and mask is None
+    bounded = bounds_scores(target) and is_plainly_causal
+    ends = causal_blocks(query.meta["val"].shape[-2], key.meta["val"].shape[-2]) if is_plainly_causal else []
+    arguments = (query, key, value, given["is_causal"], mask, scale, bounded, ends)
+    fakes = [forward.meta["val"][0], *ATTENTION(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1:]]
     with graph.inserting_before(forward):
-        made = graph.call_function(ATTENTION, (query, key, value, given["is_causal"], mask, scale, bounded))
-        output, probabilities = (graph.call_function(operator.getitem, (made, i)) for i in range(2))
-    shape = (*query.meta["val"].shape[:-1], key.meta["val"].shape[-2])
-    fakes = forward.meta["val"][0], forward.meta["val"][0].new_empty(shape)
+        made = graph.call_function(ATTENTION, arguments)
+        output, *probabilities = (graph.call_function(operator.getitem, (made, i)) for i in range(len(fakes)))
     made.meta = {**forward.meta, "val": fakes}
-    for item, fake in zip((output, probabilities), fakes):
+    for item, fake in zip((output, *probabilities), fakes):
         item.meta = {**forward.meta, "val": fake}
     for backward in backwards:
         grad_out = arguments_of(backward)["grad_out"]
         backward.target, backward.kwargs = ATTENTION_BACKWARD, {}
-        backward.args = (grad_out, query, key, value, probabilities, mask, scale)
+        backward.args = (grad_out, query, key, value, probabilities, mask, scale, ends)
     for item in _items(forward, 0):
         item.replace_all_uses_with(output)
     _erase(graph, forward)

@@ -41,6 +41,21 @@ def test_queries_and_keys_of_unequal_number(check: Callable, is_causal: bool) ->
     check(_both(is_causal, scale=0.3), *_sample(2, 5, 9), also=(*_sample(2, 9, 5),))
 
 
+@contrib
+@pytest.mark.parametrize("length, blocks", [(127, 1), (128, 2), (193, 2), (512, 4)])
+@pytest.mark.parametrize("shared", [4, 1])
+def test_blocks_of_rows(check: Callable, contrib: bool, length: int, blocks: int, shared: int) -> None:
+    lowered = check(_both(True), *_sample(1, length, length, shared=shared), contrib=contrib)
+    assert lowered.op_types.count("Softmax") == 2 * blocks
+
+
+def test_blocks_of_rows_in_double_precision(check: Callable) -> None:
+    def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return _both(True)(*tensors)[2:]
+
+    check(gradients, *_sample(1, 128, 128, dtype=torch.float64))
+
+
 def test_double_precision(check: Callable) -> None:
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         out, logsumexp, *gradients = _both(True)(*tensors)

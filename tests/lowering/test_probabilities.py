@@ -103,6 +103,28 @@ def test_one_softmax_serves_both(seen: Seen, bounded: bool, is_causal: bool, sca
     assert seen.ops["ReduceMax"] == (1 if bounded and is_causal else 0)
 
 
+@pytest.mark.parametrize("length, blocks", [(127, 1), (128, 2), (129, 2), (512, 4)])
+@pytest.mark.parametrize("shared", [4, 2, 1])
+def test_blocks_of_rows_keep_their_keys_only(
+    seen: Seen, bounded: bool, monkeypatch: pytest.MonkeyPatch, length: int, blocks: int, shared: int
+) -> None:
+    monkeypatch.setattr(probabilities, "few_probabilities", lambda keys, width: True)
+    q, k, v = _sample(length, shared=shared)
+    _same_as_eager(_attention(True, gqa=shared < 4), [q, k, v])
+    assert seen.pairs == [1]
+    assert seen.ops["Softmax"] == blocks and seen.ops["FusedMatMul"] == 6 * blocks
+    ends = [0, *(length * (i + 1) // blocks for i in range(blocks))]
+    elements = q.numel() + 2 * 4 * sum((end - start) * end for start, end in zip(ends, ends[1:]))
+    assert ort_backend.report().graphs[-1].kept_bytes == 4 * elements  # keys and values are inputs of the graph, and nobody keeps parts of them
+
+
+def test_a_mask_or_keys_of_another_number_are_one_block(seen: Seen) -> None:
+    _same_as_eager(_attention(True), _sample(129, 128))
+    _same_as_eager(_attention(False, mask=torch.zeros(128, 128).fill_diagonal_(-torch.inf)), _sample(128))
+    _same_as_eager(_attention(False), _sample(128))
+    assert seen.pairs == [0, 0, 0] and seen.ops["Softmax"] == 2
+
+
 @pytest.mark.parametrize("length, keys", [(6, 9), (9, 6)])
 def test_queries_and_keys_of_unequal_number(seen: Seen, bounded: bool, length: int, keys: int) -> None:
     _same_as_eager(_attention(True), _sample(length, keys))
