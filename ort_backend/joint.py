@@ -24,6 +24,7 @@ from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
+from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
@@ -73,6 +74,7 @@ def lower_joint(
     mark_effects(graph)
     drop_relayouts(graph)
     select_gradients(graph, everywhere=False)
+    drop_known_masks(graph)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
@@ -120,6 +122,7 @@ def lower_inference(
     mark_effects(graph)
     drop_relayouts(graph)
     select_gradients(graph, everywhere=False)
+    drop_known_masks(graph)
     choose_products(graph, target)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

@@ -29,6 +29,7 @@ from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import dependencies, is_random
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
+from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import select_gradients
@@ -75,6 +76,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
+    drop_known_masks(joint.graph)
     with torch._functorch.config.patch(cse=torch._functorch.config.cse and not _has_draws_to_merge(joint.graph)):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     save_bases(forward, backward, num_fwd_outputs)
@@ -97,6 +99,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     mark_effects(graph)
     drop_relayouts(graph)
     select_gradients(graph, everywhere=True)
+    drop_known_masks(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}

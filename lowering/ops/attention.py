@@ -87,7 +87,7 @@ def _joined(op: Any, parts: list[ir.Value]) -> ir.Value:
 
 def _sum_of_rows(op: Any, parts: list[ir.Value], ends: Sequence[int]) -> ir.Value:
     """The sum of what has the sizes of `_rows_up_to`, its missing rows 0."""
-    total, later = parts[-1], []
+    total, later = parts[-1], list[ir.Value]()
     for i in reversed(range(1, len(parts))):
         total, rest = op.Split(total, int64s(op, [ends[i - 1], ends[i] - ends[i - 1]]), axis=2, _outputs=2)
         later.insert(0, rest)
@@ -225,14 +225,17 @@ def _backward(
     ends = _ends(query, key, is_causal, mask)
     mask, alive = _alive_rows(op, mask)
     factor = _scale(query, scale)
-    blocks = _blocks(op, query, *_later(op, grad_out, key, value, ends), ends)
+    key, value = _later(op, grad_out, key, value, ends)
+    blocks = _blocks(op, query, key, value, ends)
     probabilities = [_softmax(op, _scores(op, one.query, one.key, is_causal, mask, factor, fused, one.first)) for one in blocks]
     return _gradients(op, grad_out, blocks, probabilities, alive, factor, fused, ends)
 
 
-def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> Sequence[ir.Value]:
+def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> tuple[ir.Value, ir.Value]:
     """Key and value, out of whose rows ONNX Runtime makes those of the blocks again: it would keep the forward's."""
-    return [typed(behind(op, one, grad_out), one.dtype, one.shape) for one in (key, value)] if ends else (key, value)
+    if not ends:
+        return key, value
+    return typed(behind(op, key, grad_out), key.dtype, key.shape), typed(behind(op, value, grad_out), value.dtype, value.shape)
 
 
 def _gradients(
@@ -349,5 +352,6 @@ def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask
     `passes.probabilities` writes it.
     """
     _, alive = _alive_rows(op, attn_mask)
-    blocks = _blocks(op, query, *_later(op, grad_out, key, value, ends), ends)
+    key, value = _later(op, grad_out, key, value, ends)
+    blocks = _blocks(op, query, key, value, ends)
     return _gradients(op, grad_out, blocks, probabilities, alive, _scale(query, scale), True, ends)
