@@ -74,6 +74,8 @@ def _blocks_of_rows(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.V
 
 def _rows_up_to(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
     """The rows of (N, H, rows, width) in front of each of `ends`: what the queries of each block of a causal attention see."""
+    if not ends:
+        return [tensor]
     starts, axes = int64s(op, [0]), int64s(op, [2])
     parts = [op.Slice(tensor, starts, int64s(op, [end]), axes) for end in ends[:-1]]
     shapes = [[*tensor.shape[:2], end, tensor.shape[3]] for end in ends]  # type: ignore[index]
