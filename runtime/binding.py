@@ -1,7 +1,8 @@
 """torch tensors <-> OrtValues over the same memory.
 
 No copy is made of a contiguous tensor of a dtype that ONNX has. These cost one copy each, on the way in: a tensor that is not
-contiguous, and one with a pending negation or conjugation. Complex tensors travel as pairs of reals, 8-bit floats as bytes.
+contiguous, and one with a pending negation or conjugation. Complex tensors travel as pairs of reals, 8-bit floats as bytes. So do bools,
+where ONNX Runtime does not know DLPack's (before 1.32): it is told beside them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from onnxruntime.capi import _pybind_state as C
 
@@ -20,6 +22,29 @@ NATIVE = {
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 }  # fmt: skip
+
+
+def _is_told_of_bools() -> bool:
+    try:
+        C.OrtValueVector().push_back(np.zeros(1, np.uint8).__dlpack__(), True)
+    except TypeError:  # it takes no such argument
+        return False
+    return True
+
+
+_TOLD_OF_BOOLS = _is_told_of_bools()
+
+
+def told(dtype: torch.dtype | None) -> tuple[bool, ...]:
+    """What `push_back` takes behind the memory of a tensor of this dtype: that its bytes are bools, where they travel so."""
+    return (True,) if dtype is torch.bool and _TOLD_OF_BOOLS else ()
+
+
+def carried(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the memory in which a tensor of this one travels."""
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype in NATIVE and not told(dtype) else torch.uint8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,19 +95,19 @@ def ort_device(device: torch.device) -> Any:
 
 def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
     """A function from a callable's arguments to the `OrtValueVector` of a graph's inputs."""
-    plan = [(one.position, one.dtype is torch.bool, _inward(one)) for one in inputs]
+    plan = [(one.position, told(one.dtype), _inward(one)) for one in inputs]
     count = len(plan)
 
     def feed(args: Sequence[Any]) -> Any:
         values = C.OrtValueVector()
         values.reserve(count)
-        for position, is_bool, convert in plan:
+        for position, beside, convert in plan:
             tensor = args[position]
             if convert is not None:
                 tensor = convert(tensor)
             elif not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            values.push_back(_to_dlpack(tensor), is_bool)
+            values.push_back(_to_dlpack(tensor), *beside)
         return values
 
     return feed
@@ -95,11 +120,11 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     if dtype is None:
         return torch.tensor
     if one.may_be_empty:
-        carried = _inward(Input(one.position, dtype)) or torch.Tensor.contiguous
-        return lambda tensor: carried(_with_strides(tensor))
+        convert = _inward(Input(one.position, dtype)) or torch.Tensor.contiguous
+        return lambda tensor: convert(_with_strides(tensor))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
-    if dtype is torch.bool or dtype not in NATIVE:  # ONNX Runtime does not know DLPack's bool; it is told beside the tensor
+    if carried(dtype) is not dtype:
         return lambda tensor: tensor.contiguous().view(torch.uint8)
     return None
 
@@ -147,26 +172,24 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     as `fetcher` would: `outputs` are all fetches of tensors, and name every output of the graph.
     """
     plan = [(one.index, outward(one)) for one in outputs]
-    carried = {one.index: carrying(one.dtype) for one in outputs}
-    kinds = [(*carried[i], device) for i, device in enumerate(devices)]
+    dtypes = dtypes_of(outputs)
+    kinds = [(carried(dtypes[i]), told(dtypes[i]), device) for i, device in enumerate(devices)]
 
     def allocate(shapes: Sequence[Sequence[int]], fetches: Any) -> list[Any]:
         memory = []
-        for shape, (dtype, is_bool, device) in zip(shapes, kinds, strict=True):
+        for shape, (dtype, beside, device) in zip(shapes, kinds, strict=True):
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            fetches.push_back(_to_dlpack(tensor), is_bool)
+            fetches.push_back(_to_dlpack(tensor), *beside)
             memory.append(tensor)
         return [memory[index] if convert is None else convert(memory[index]) for index, convert in plan]
 
     return allocate
 
 
-def carrying(dtype: torch.dtype | None) -> tuple[torch.dtype, bool]:
-    """The dtype of the memory of an output, and whether ONNX Runtime is told that it is bool."""
-    assert dtype is not None
-    if dtype.is_complex:
-        return dtype.to_real(), False
-    return (dtype, False) if dtype in NATIVE and dtype is not torch.bool else (torch.uint8, dtype is torch.bool)
+def dtypes_of(outputs: Sequence[Output]) -> list[torch.dtype]:
+    """The dtype of each output of the ONNX graph, all of which are tensors that `outputs` fetch."""
+    by_index = {one.index: one.dtype for one in outputs if one.dtype is not None}
+    return [by_index[i] for i in range(len(by_index))]
 
 
 def outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
@@ -176,7 +199,7 @@ def outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
         return torch.Tensor.item
     if dtype.is_complex:
         return lambda tensor: _permuted(torch.view_as_complex(tensor), order).detach()
-    if dtype is torch.bool or dtype not in NATIVE:
+    if carried(dtype) is not dtype:
         return lambda tensor: _permuted(tensor.view(dtype), order).detach()
     return None if order is None else lambda tensor: tensor.permute(order).detach()
 

@@ -21,7 +21,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ort_backend.runtime.binding import NATIVE, Input, Output, carrying, ort_device, outward
+from ort_backend.runtime.binding import NATIVE, Input, Output, carried, dtypes_of, ort_device, outward, told
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
 _ids = itertools.count(1)  # 0 is ONNX Runtime's own; one in the whole process, as captures are kept by thread
@@ -59,9 +59,10 @@ class CapturedRun:
     ) -> None:
         self._session = session
         self._positions = [one.position for one in inputs]
-        self._bools = [one.dtype is torch.bool for one in inputs]
+        self._beside = [told(one.dtype) for one in inputs]
         self._results = [(one.index, outward(one)) for one in outputs]
-        self._kinds = [(shape, *carrying(dtype), device) for shape, dtype, device in zip(shapes, _dtypes(outputs), devices, strict=True)]
+        kinds = zip(shapes, dtypes_of(outputs), devices, strict=True)
+        self._kinds = [(shape, carried(dtype), told(dtype), device) for shape, dtype, device in kinds]
         self._devices = [ort_device(device) for device in devices]
         self._names = (session.inputs, session.outputs)
         self._moving, self._copied = set(moving), set[int]()
@@ -139,20 +140,15 @@ class CapturedRun:
         self._feeds, self._fetches = C.OrtValueVector(), C.OrtValueVector()
         for i, tensor in enumerate(tensors):
             fixed = self._buffers[i] if i in self._buffers else _unowned(tensor)
-            self._feeds.push_back(torch._C._to_dlpack(fixed.view(torch.uint8) if self._bools[i] else fixed), self._bools[i])
-        for i, (_, _, is_bool, _) in enumerate(self._kinds):
-            self._fetches.push_back(torch._C._to_dlpack(self._memory[i]), is_bool)
+            self._feeds.push_back(torch._C._to_dlpack(fixed.view(torch.uint8) if self._beside[i] else fixed), *self._beside[i])
+        for i, (_, _, beside, _) in enumerate(self._kinds):
+            self._fetches.push_back(torch._C._to_dlpack(self._memory[i]), *beside)
 
     def _hand_out(self, copies: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         # Tensors with a storage of their own over the memory, so that it can be told when the last of them is gone.
         given = [copies[i] if i in copies else torch._C._from_dlpack(torch._C._to_dlpack(memory)) for i, memory in self._memory.items()]
         self._handed_out = [None if i in copies else StorageWeakRef(tensor.untyped_storage()) for i, tensor in enumerate(given)]
         return [given[index] if convert is None else convert(given[index]) for index, convert in self._results]
-
-
-def _dtypes(outputs: Sequence[Output]) -> list[torch.dtype | None]:
-    by_index = {one.index: one.dtype for one in outputs}
-    return [by_index[i] for i in range(len(by_index))]
 
 
 def _lies_plain(tensor: torch.Tensor) -> bool:
