@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
-from ort_backend.lowering.memory_order import READS_STRIDES, arranged, is_dense, order_of
+from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
 
 aten = torch.ops.aten
 
@@ -29,8 +29,8 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
         constant = attribute(node)
         return lambda values: constant
     target: Any = node.target
-    if target in READS_STRIDES and is_dense(fake := node.args[0].meta["val"]):  # type: ignore[union-attr]
-        target = _on(order_of(fake), target)
+    if target in DETERMINANTS or (target in READS_STRIDES and is_dense(node.args[0].meta["val"])):  # type: ignore[union-attr]
+        target = _on(order_for(target, node.args[0].meta["val"]), target)  # type: ignore[union-attr]
     target = _REPLACED.get(target, target)
     writer = _Writer(slots)
     positional = [writer.source(arg) for arg in node.args]

@@ -19,6 +19,21 @@ READS_STRIDES = {
     torch.ops.aten.as_strided_scatter.default,
 }
 
+# Operators that hand the factors of the transpose to the backward where their argument is contiguous, of the argument itself where it is not. Which
+# of them PyTorch's formulas are for (`linalg_det_backward`, `slogdet_backward` in FunctionsManual.cpp) was decided in the trace.
+DETERMINANTS = {
+    torch.ops.aten._linalg_det.default,
+    torch.ops.aten._linalg_slogdet.default,
+}
+
+
+def order_for(target: Any, fake: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of an argument like `fake` with which `target` gives what it gave in the trace; None for contiguous, or for any."""
+    if target in DETERMINANTS and not _example(fake).is_contiguous():
+        *batch, rows, columns = range(fake.dim())
+        return (*batch, columns, rows)
+    return order_of(fake) if target in READS_STRIDES else None
+
 
 def order_of(fake: torch.Tensor) -> tuple[int, ...] | None:
     """The dimensions from the outermost in memory to the innermost, as eager lays out what it computes element by element from this tensor.

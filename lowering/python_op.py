@@ -17,7 +17,7 @@ from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
-from ort_backend.lowering.memory_order import READS_STRIDES, arranged, order_of
+from ort_backend.lowering.memory_order import arranged, order_for, order_of
 from ort_backend.target import RELEASE
 
 MS = "com.microsoft"
@@ -236,7 +236,7 @@ def write_python_op(
         if isinstance(argument, ir.Value):
             like = next(remaining)
             is_tensor = isinstance(like, torch.Tensor)
-            order = order_of(like) if is_tensor and (target in READS_STRIDES or _draws(target)) else None
+            order = (order_of(like) if _draws(target) else order_for(target, like)) if is_tensor else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, order))
             values.append(argument)
     if not values:  # a PythonOp has at least one input

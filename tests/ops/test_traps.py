@@ -208,3 +208,28 @@ def test_kernels_that_lose_against_arithmetic_are_not_used(tmp_path: Path) -> No
     check(network, torch.randn(7, 5), torch.randint(7, (2, 3)), torch.randint(5, (6,)), dump_dir=str(tmp_path))
     used = {node.op_type for file in tmp_path.glob("*.onnx") for node in ir.load(file).graph}
     assert "YieldOp" in used and not used & _SLOW
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda m: m,
+        lambda m: m.mT,
+        lambda m: m.permute(2, 1, 0),
+        lambda m: m.repeat_interleave(2, -1)[..., ::2],  # gaps between the elements
+        lambda m: m.repeat_interleave(2, 0)[::2],  # between the matrices
+        lambda m: m[0].t(),
+    ],
+    ids=["contiguous", "columns", "permuted", "gaps", "every_other", "one"],
+)
+@pytest.mark.parametrize("function", [torch.linalg.det, lambda m: torch.linalg.slogdet(m)[1]], ids=["det", "slogdet"])
+def test_determinants_of_matrices_in_any_layout(function: Callable[..., Any], layout: Callable[..., Any], made_inside: bool) -> None:
+    """PyTorch's kernel hands the factors of the transpose to the backward where the matrix is contiguous."""
+    torch.manual_seed(2)
+    matrices = torch.randn(4, 4, 4) + 3 * torch.eye(4)
+    results = []
+    for call in (lambda m: m, lambda m: torch.compile(m, backend="ort_training", fullgraph=True)):
+        given = (matrices if made_inside else layout(matrices)).detach().requires_grad_()
+        results.append(torch.autograd.grad(call(lambda m: function(layout(m.exp()) if made_inside else m).sum())(given), given)[0])
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
