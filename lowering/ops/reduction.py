@@ -12,6 +12,7 @@ import torch
 
 from ort_backend.lowering.axes import axes, axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.ops.pointwise import exp
 from ort_backend.lowering.ops.running import running_product, running_sum
 from ort_backend.lowering.registry import Unsupported, register
 
@@ -364,4 +365,13 @@ def dist(op: Any, self: ir.Value, other: ir.Value, p: int | float = 2) -> ir.Val
 @register(aten.logsumexp.default, promote="output")
 def logsumexp(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False) -> ir.Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
-    return _reduce(op, "ReduceLogSumExp", self, axes(self, dim), keepdim) if rank(self) else self
+    if rank(self) == 0:
+        return self
+    at = axes(self, dim)
+    if not all(_never_empty(self, i) for i in at):
+        return _reduce(op, "ReduceLogSumExp", self, at, keepdim)
+    # ONNX Runtime's ReduceLogSumExp takes an infinite largest element off itself, which is NaN.
+    largest = _reduce(op, "ReduceMax", self, at, keepdim=True)
+    finite = op.Where(op.IsInf(largest), scalar_like(op, 0.0, largest), largest)
+    total = op.Add(op.Log(_reduce(op, "ReduceSum", exp(op, op.Sub(self, finite)), at, keepdim=True)), finite)
+    return total if keepdim else op.Squeeze(total, int64s(op, at))

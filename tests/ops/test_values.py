@@ -162,6 +162,19 @@ def test_reduction_sees_nan(name: str) -> None:
     check(lambda t: getattr(torch, name)(t, 0), wide.t().contiguous())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponentials_that_vanish(dtype: torch.dtype) -> None:
+    check(lambda t: torch.exp(t).log(), torch.tensor([-inf, -1000, -1e30, -80, 0, 80, 1000, inf, nan], dtype=dtype))
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [0, -1, (0, 1)])
+def test_the_logarithm_of_a_sum_of_exponentials_that_are_0_or_infinite(dim: int | tuple[int, int], keepdim: bool) -> None:
+    rows = torch.tensor([[-inf, -inf, -inf], [inf, 1, -inf], [nan, -inf, -inf], [nan, inf, 0], [-inf, 1, 2], [1e30, 1e38, -1e38], [-200, -300, -400]])
+    for given in (rows, rows[:1], rows[1:2], rows.double(), rows.t().contiguous()):
+        check(lambda t: torch.logsumexp(t, dim, keepdim), given)
+
+
 @pytest.mark.parametrize("name", words("sum prod amax amin argmax max min any all cumsum count_nonzero median"))
 def test_reduction_of_integers(name: str) -> None:
     check(lambda t: getattr(torch, name)(t, 1), integers())
