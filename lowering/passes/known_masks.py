@@ -44,15 +44,15 @@ def drop_known_masks(graph: fx.Graph) -> int:
     if not masked:
         return 0
     order = {node: i for i, node in enumerate(graph.nodes)}
-    values, dropped, unused = _Values(), 0, set()
+    masks, dropped, unused = _Masks(), 0, set()
     for node, given in masked:
         mask, sizes = given["attn_mask"], (given["query"].meta["val"].shape[-2], given["key"].meta["val"].shape[-2])
         needed = ancestors([mask])
         if given["is_causal"] or len(needed) > _MOST_NODES or not all(map(_is_known, needed)):
             continue
-        values.compute(sorted(needed, key=order.__getitem__))
-        is_causal = values.is_causal(mask, sizes)
-        if is_causal or values.is_zero(mask):
+        is_causal, is_zero = masks.judge(sorted(needed, key=order.__getitem__), mask, sizes)
+        is_causal &= given["scale"] is None or (isinstance(given["scale"], (int, float)) and given["scale"] > 0)
+        if is_causal or is_zero:
             _set(node, {**given, "attn_mask": None, "is_causal": is_causal})
             unused.update(needed)
             dropped += 1
@@ -62,50 +62,52 @@ def drop_known_masks(graph: fx.Graph) -> int:
     return dropped
 
 
-class _Values:
-    """What nodes give. Those that are written alike, as each layer's mask, are computed once."""
+class _Masks:
+    """What known masks are. Those that are written alike, as each layer's, are computed once, and nothing of them is kept."""
 
     def __init__(self) -> None:
         self._number: dict[fx.Node, int] = {}
         self._numbers: dict[Any, int] = {}
-        self._values: list[Any] = []
+        self._verdicts: dict[Any, tuple[bool, bool]] = {}
 
-    def compute(self, nodes: list[fx.Node]) -> None:
-        """Computes `nodes`, which are in order and known."""
-        with unset_fake_temporarily(), torch.no_grad():
-            for node in nodes:
-                arguments = (node.args, node.kwargs)
-                key = (node.target, str(fx.map_arg(arguments, lambda one: f"%{self._number[one]}")))
-                if key not in self._numbers:
-                    self._numbers[key] = len(self._values)
-                    self._values.append(self._run(node, *fx.map_arg(arguments, self._of)))
-                self._number[node] = self._numbers[key]
-
-    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        return _attribute(node) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
-
-    def _of(self, node: fx.Node) -> Any:
-        return self._values[self._number[node]]
-
-    def is_causal(self, mask: fx.Node, sizes: tuple[Any, Any]) -> bool:
-        """Whether a mask that is added to scores lets each query see the keys up to its own number, and hides all others.
+    def judge(self, nodes: list[fx.Node], mask: fx.Node, sizes: tuple[Any, Any]) -> tuple[bool, bool]:
+        """Whether a mask that is added to scores lets each query see the keys up to its own number and hides all others; whether it adds nothing.
 
         Args:
-            mask: A node that was computed.
+            nodes: What the mask is computed by, in order, itself last. They are known.
+            mask: The mask.
             sizes: How many queries and keys there are.
         """
-        value = self._of(mask)
-        if value.shape[-2:] != sizes or not value.is_floating_point():
-            return False
-        with unset_fake_temporarily():
-            above = torch.ones(sizes, dtype=torch.bool, device="cpu").triu(1)
-            hides = value != 0
-            return bool(above.any() and (hides == above).all() and (value[hides] <= torch.finfo(value.dtype).min).all())
+        for node in nodes:
+            key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda one: f"%{self._number[one]}")))
+            self._number[node] = self._numbers.setdefault(key, len(self._numbers))
+        case = (self._number[mask], sizes)
+        if case not in self._verdicts:
+            with unset_fake_temporarily(), torch.no_grad():
+                value = _computed(nodes)
+                self._verdicts[case] = (_is_causal(value, sizes), not bool(value.any()))
+        return self._verdicts[case]
 
-    def is_zero(self, mask: fx.Node) -> bool:
-        """Whether a mask that was computed hides nothing, and adds nothing."""
-        with unset_fake_temporarily():
-            return not bool(self._of(mask).any())
+
+def _computed(nodes: list[fx.Node]) -> Any:
+    """What the last of some nodes gives. Each other value goes with the last node that reads it."""
+    last_reader = {source: node for node in nodes for source in node.all_input_nodes}
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        values[node] = _attribute(node) if node.op == "get_attr" else node.target(*args, **kwargs)  # type: ignore[operator]
+        for source in node.all_input_nodes:
+            if last_reader[source] is node:
+                del values[source]
+    return values[nodes[-1]]
+
+
+def _is_causal(value: Any, sizes: tuple[Any, Any]) -> bool:
+    if value.shape[-2:] != sizes or not value.is_floating_point():
+        return False
+    above = torch.ones(sizes, dtype=torch.bool, device="cpu").triu(1)
+    hides = value != 0
+    return bool(above.any() and (hides == above).all() and (value[hides] <= torch.finfo(value.dtype).min).all())
 
 
 def _is_known(node: fx.Node) -> bool:

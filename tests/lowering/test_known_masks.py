@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,3 +212,34 @@ def test_decoders_of_hugging_face(dropped: list[int], name: str) -> None:
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
     assert sum(dropped) == 4
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("length", [LENGTH, 600])
+def test_scores_that_are_not_scaled_up_keep_their_mask(dropped: list[int], length: int, scale: float) -> None:
+    """PyTorch's kernel, which long attention runs by, makes NaN of the infinities that it masks with."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        past = torch.ones(length, length, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=past, scale=scale)
+
+    _same_as_eager(attention, [tensor[:1, :1] for tensor in _sample(length)])
+    assert set(dropped) == {0}
+
+
+def test_nothing_of_a_mask_is_kept_while_the_next_is_computed() -> None:
+    alive: list[int] = []
+    values = weakref.WeakSet[torch.Tensor]()
+
+    def counted(value: torch.Tensor) -> torch.Tensor:
+        made = value + 1
+        values.add(made)
+        alive.append(len(values))
+        return made
+
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.zeros, (2, 2))
+    for _ in range(5):
+        node = graph.call_function(counted, (node,))
+    assert known_masks._computed(list(graph.nodes)).tolist() == [[5.0, 5.0], [5.0, 5.0]]
+    assert max(alive) == 2
