@@ -141,13 +141,15 @@ def _scores(
 
 
 def _alive_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
-    """(mask without -inf, 1 for each of its rows that leaves a key to attend to): where none is left, PyTorch's results and gradients are 0."""
+    """(mask without rows of -inf, 1 for each row that leaves a key to attend to): where none is left, PyTorch's results and gradients are 0."""
     if attn_mask is None:
         return None, None
     dtype = attn_mask.dtype
     assert dtype is not None
-    alive = op.Greater(op.ReduceMax(attn_mask, int64s(op, [-1]), keepdims=1), constant(op, -np.inf, dtype))
-    return op.Max(attn_mask, constant(op, float(np.finfo(dtype.numpy()).min), dtype)), op.Cast(alive, to=dtype)
+    nothing, least = constant(op, -np.inf, dtype), constant(op, float(np.finfo(dtype.numpy()).min), dtype)
+    alive = op.Greater(op.ReduceMax(attn_mask, int64s(op, [-1]), keepdims=1), nothing)
+    # The other rows keep their -inf, which is less than the least number that a mask may have beside it.
+    return op.Max(attn_mask, op.Where(alive, nothing, least)), op.Cast(alive, to=dtype)
 
 
 def _where_alive(op: Any, alive: ir.Value | None, tensor: ir.Value) -> ir.Value:

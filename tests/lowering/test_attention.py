@@ -73,6 +73,24 @@ def test_masks(check: Callable, size: tuple[int, ...]) -> None:
     check(_both(), *_sample(2, 5, 5, shared=2), mask)
 
 
+def test_the_least_number_beside_minus_infinity() -> None:
+    """As where a mask of causality and one of padding are added, both of the least number. PyTorch's fused kernel takes it for the largest score of
+    such a row and loses the sum beside it, so that its gradients are off.
+    """
+    least = torch.finfo(torch.float32).min
+    mask = torch.full((5, 5), least).triu(1)
+    mask[:, :2] += least
+    assert (mask[0] == torch.tensor([least, -torch.inf, least, least, least])).all()
+    given = [tensor.requires_grad_() for tensor in _sample(2, 5, 5)[1:]]
+
+    def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT / q.shape[-1] ** 0.5 + mask).softmax(-1) @ v
+
+    fused = torch.compile(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, mask), backend="ort_training", fullgraph=True)
+    results = [(out := one(*given), *torch.autograd.grad(out.square().sum(), given)) for one in (written_out, fused)]
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_through_the_table(check: Callable) -> None:
     """core_aten_decompositions() gives wrong gradients here: its log-sum-exp is something else."""
 
