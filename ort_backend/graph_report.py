@@ -6,14 +6,17 @@ import collections
 import dataclasses
 import io
 import itertools
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-
-from rich.console import Console, Group
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ort_backend.lowering.lowered import Content, Outside
 from ort_backend.runtime.counts import RunCounts
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
 
 MAX_GRAPHS = 1000
 
@@ -103,12 +106,18 @@ class Report:
 
     def __rich__(self) -> Group:
         """The tables, for `rich.print`."""
+        from rich.console import Group
+
         tables = [_graph_table(self.graphs)]
         if any(graph.outside for graph in self.graphs):
             tables.append(_outside_table(self.graphs))
         return Group(*tables)
 
     def __str__(self) -> str:
+        drawn = random.getstate()  # rich draws from it when it is imported
+        from rich.console import Console
+
+        random.setstate(drawn)
         console = Console(file=io.StringIO(), width=160)
         console.print(self)
         return console.file.getvalue()  # type: ignore[attr-defined]
@@ -174,6 +183,8 @@ def _counted(outside: Sequence[Outside]) -> tuple[OutsideCount, ...]:
 
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Table:
+    from rich.table import Table
+
     caption = (
         "ORT: nodes on its kernels. Python: operators of PyTorch + calls of autograd.Functions. Seconds: capture + lowering + session.\n"
         "MB: kept between forward and backward. Runs: forward + backward."
@@ -218,6 +229,8 @@ def _functions(graph: GraphReport) -> str:
 
 
 def _outside_table(graphs: Sequence[GraphReport]) -> Table:
+    from rich.table import Table
+
     table = Table(title="run by PyTorch")
     for heading in ("graph", "operator", "count", "reason", "first at"):
         table.add_column(heading, overflow="fold")

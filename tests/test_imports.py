@@ -23,6 +23,11 @@ def test_neither_ortmodule_nor_the_reference_implementation() -> None:
     assert run("import sys, torch", TRAIN, loaded) == "[]\n"
 
 
+def test_the_state_of_pythons_random_numbers_is_left_alone() -> None:
+    draw = "print(random.random() == random.Random(0).random())"
+    assert run("import random, torch; random.seed(0)", TRAIN, "import ort_backend; str(ort_backend.report())", draw) == "True\n"
+
+
 def test_onnxscript_still_has_the_reference_implementation() -> None:
     fold = "print(onnxscript.optimizer._constant_folding.onnx.reference.ops.load_op('', 'Add', 18).__name__)"
     evaluate = "from onnx.reference import ReferenceEvaluator; print(onnx.reference.ReferenceEvaluator is ReferenceEvaluator)"
