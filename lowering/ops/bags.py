@@ -16,6 +16,7 @@ from ort_backend.lowering.axes import element_count, length, refuse_empty, size
 from ort_backend.lowering.constants import as_int64, constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
+from ort_backend.lowering.ops.indexing import from_front
 from ort_backend.lowering.ops.running import running_sum
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector
@@ -56,7 +57,7 @@ def _without_padding(op: Any, bags: ir.Value, indices: ir.Value, padding_idx: in
 
 def _gathered(op: Any, table: ir.Value, indices: ir.Value) -> ir.Value:
     """Rows of a table in the dtype that they are added in."""
-    rows = op.Gather(table, indices, axis=0)
+    rows = op.Gather(table, from_front(op, indices), axis=0)
     return op.Cast(rows, to=ir.DataType.FLOAT) if table.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else rows
 
 

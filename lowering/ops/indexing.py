@@ -9,6 +9,7 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import Scalar, as_int64, constant, int64s, scalar_like
+from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
 from ort_backend.lowering.ops.shape import dim_name, move_axis
 from ort_backend.lowering.registry import Unsupported, register
@@ -19,6 +20,16 @@ aten = torch.ops.aten
 Size = int | ir.Value
 
 
+_LARGEST = {ir.DataType.INT64: (1 << 63) - 1, ir.DataType.INT32: (1 << 31) - 1}
+
+
+def from_front(op: Any, index: ir.Value) -> ir.Value:
+    """The index with what is negative out of range: ONNX counts that from the end, where PyTorch's operators raise an error."""
+    if index.dtype not in _LARGEST:
+        return index
+    return typed(op.BitwiseAnd(index, constant(op, _LARGEST[index.dtype], index.dtype)), index.dtype, index.shape)
+
+
 # -- embeddings
 
 
@@ -27,7 +38,7 @@ def embedding(
     op: Any, weight: ir.Value, indices: ir.Value, padding_idx: Size = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> ir.Value:
     """embedding(Tensor weight, Tensor indices, SymInt padding_idx=-1, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor"""
-    return op.Gather(weight, indices, axis=0)
+    return op.Gather(weight, from_front(op, indices), axis=0)
 
 
 @register(aten.embedding_dense_backward.default, promote="output", keep=("indices", "num_weights"))
@@ -69,9 +80,8 @@ def gather(op: Any, self: ir.Value, dim: int, index: ir.Value, sparse_grad: bool
     if _empty(index):
         return _nothing(op, index, self)
     if rank(self) == 0 or rank(index) == 0:
-        flat = op.Gather(op.Reshape(self, int64s(op, [-1])), index, axis=0)
-        return flat
-    return op.GatherElements(self, index, axis=axis(self, dim))
+        return op.Gather(op.Reshape(self, int64s(op, [-1])), from_front(op, index), axis=0)
+    return op.GatherElements(self, from_front(op, index), axis=axis(self, dim))
 
 
 def _empty(index: ir.Value) -> bool:
@@ -91,6 +101,7 @@ def _scatter(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Va
     """ScatterElements, also for scalars."""
     if _empty(index):
         return value
+    index = from_front(op, index)
     if rank(value) == 0 or rank(index) == 0:
         one = int64s(op, [1])
         flat = value if rank(value) else op.Reshape(value, one)
@@ -180,12 +191,13 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
     if rank(self) == 0:
         return self
     if rank(index) == 0:
-        index = op.Reshape(index, int64s(op, [1]))
-    return op.Gather(self, index, axis=axis(self, dim))
+        index = typed(op.Reshape(index, int64s(op, [1])), index.dtype, [1])
+    return op.Gather(self, from_front(op, index), axis=axis(self, dim))
 
 
 def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str) -> ir.Value:
     """Writes the slices of `source` along an axis to the places that `index` names."""
+    index = from_front(op, index)
     if rank(value) == 0:
         one = int64s(op, [1])
         flat = op.ScatterND(

@@ -177,7 +177,7 @@ _TO_THE_FRONT = -(2**63) + 1
 def flip(op: Any, self: ir.Value, dims: Sequence[int]) -> ir.Value:
     """flip(Tensor self, int[] dims) -> Tensor"""
     at = sorted({axis(self, d) for d in dims})
-    if not at or rank(self) == 0:
+    if not at or rank(self) == 0 or 0 in (self.shape or ()):  # of which ONNX's shape inference would make a slice with one element
         return self
     back = int64s(op, [-1] * len(at))
     return op.Slice(self, back, int64s(op, [_TO_THE_FRONT] * len(at)), int64s(op, at), back)

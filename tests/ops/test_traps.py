@@ -233,3 +233,69 @@ def test_determinants_of_matrices_in_any_layout(function: Callable[..., Any], la
         given = (matrices if made_inside else layout(matrices)).detach().requires_grad_()
         results.append(torch.autograd.grad(call(lambda m: function(layout(m.exp()) if made_inside else m).sum())(given), given)[0])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-3)
+
+
+_INTEGERS = torch.tensor([7, -7, 5])
+
+
+@pytest.mark.parametrize("divisor", [0, torch.tensor([2, 0, 3])], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    "divide",
+    [lambda a, b: a // b, lambda a, b: a % b, lambda a, b: torch.div(a, b, rounding_mode="trunc"), torch.fmod],
+    ids=["floor", "remainder", "trunc", "fmod"],
+)
+def test_integers_divided_by_zero(divide: Callable[..., Any], divisor: Any) -> None:
+    """ONNX Runtime's kernels would end the process."""
+    compiled = torch.compile(lambda a: divide(a, divisor), backend="ort_training", fullgraph=True)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        compiled(_INTEGERS)
+    other = torch.tensor([2, -2, 3]) if isinstance(divisor, torch.Tensor) else 3
+    torch.testing.assert_close(torch.compile(divide, backend="ort_training")(_INTEGERS, other), divide(_INTEGERS, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, i: F.embedding(i, x),
+        lambda x, i: F.embedding_bag(i[None], x),
+        lambda x, i: x.gather(0, i[:, None].long()),
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: x.scatter(0, i[:, None].long(), 1.0),
+        lambda x, i: x.scatter_add(0, i[:, None].long(), torch.ones(2, 1)),
+        lambda x, i: x.index_add(0, i, torch.ones(2, 3)),
+        lambda x, i: F.cross_entropy(x[:2], i.long()),
+        lambda x, i: F.cross_entropy(x.t()[None, :, :2], i.long()[None]),
+        lambda x, i: F.nll_loss(x[:2], i.long(), weight=torch.ones(3)),
+    ],
+    ids=["embedding", "embedding_bag", "gather", "index_select", "scatter", "scatter_add", "index_add", "cross_entropy", "of pictures", "nll_loss"],
+)
+def test_a_negative_index_is_out_of_range(read: Callable[..., Any], dtype: torch.dtype) -> None:
+    """To ONNX it counts from the end, so that a label of -1 would train the last class."""
+    x = torch.randn(4, 3, requires_grad=True)
+    compiled = torch.compile(read, backend="ort_training", fullgraph=True)
+    torch.testing.assert_close(compiled(x, torch.tensor([2, 0], dtype=dtype)), read(x, torch.tensor([2, 0], dtype=dtype)))
+    with pytest.raises((ort_backend.SessionError, RuntimeError, IndexError), match="out of|range|bounds|invalid"):
+        compiled(x, torch.tensor([2, -1], dtype=dtype))
+
+
+@pytest.mark.parametrize("flipped", [lambda x: x[..., :0].flip(-1), lambda x: x[..., :0].flip(0, -1)], ids=["the empty one", "both"])
+def test_nothing_flipped_in_front_of_something(flipped: Callable[..., Any]) -> None:
+    check(lambda x: torch.cat([flipped(x), x * 2], -1).exp().cumsum(-1), torch.randn(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda a: F.linear(a, torch.ones(2, 3)),
+        lambda a: F.linear(a, torch.ones(2, 3), torch.ones(2)),
+        lambda a: a[None] @ torch.ones(1, 3, 2),
+        lambda a: a @ torch.ones(3),
+    ],
+    ids=["mm", "addmm", "bmm", "mv"],
+)
+def test_factors_of_two_dtypes_are_an_error_as_in_eager(product: Callable[..., Any]) -> None:
+    given = torch.randn(4, 3, dtype=torch.float64)
+    for call in (product, torch.compile(product, backend="ort_training", fullgraph=True)):
+        with pytest.raises(RuntimeError, match="dtype|scalar type"):
+            call(given)
