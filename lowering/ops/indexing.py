@@ -24,8 +24,11 @@ _LARGEST = {ir.DataType.INT64: (1 << 63) - 1, ir.DataType.INT32: (1 << 31) - 1}
 
 
 def from_front(op: Any, index: ir.Value) -> ir.Value:
-    """The index with what is negative out of range: ONNX counts that from the end, where PyTorch's operators raise an error."""
-    if index.dtype not in _LARGEST:
+    """The index with what is negative out of range: ONNX counts that from the end, where PyTorch's operators raise an error.
+
+    On a GPU ONNX Runtime's kernels raise none for what is out of range, and there is none for this (1.19.2).
+    """
+    if index.dtype not in _LARGEST or op.builder.root.device_type != "cpu":
         return index
     return typed(op.BitwiseAnd(index, constant(op, _LARGEST[index.dtype], index.dtype)), index.dtype, index.shape)
 

@@ -271,13 +271,13 @@ def lerp(op: Any, self: ir.Value, end: ir.Value, weight: ir.Value) -> ir.Value:
 # -- division
 
 
-def _refuse_zero(self: ir.Value, other: Operand) -> None:
-    """To be called in front of a division: ONNX Runtime's kernels of integers end the process where they divide by 0, PyTorch's raise an error.
+def _refuse_zero(op: Any, self: ir.Value, other: Operand) -> None:
+    """To be called in front of a division: ONNX Runtime's CPU kernels of integers end the process where they divide by 0, PyTorch's raise an error.
 
     Raises:
         Unsupported: integers may be divided by 0.
     """
-    if not is_float(self) and (isinstance(other, ir.Value) or other == 0):
+    if op.builder.root.device_type == "cpu" and not is_float(self) and (isinstance(other, ir.Value) or other == 0):
         raise Unsupported("integers that may be divided by 0")
 
 
@@ -292,7 +292,7 @@ def div_mode(op: Any, self: ir.Value, other: Operand, rounding_mode: str | None)
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode == "floor":
         return floor_divide(op, self, other)
-    _refuse_zero(self, other)
+    _refuse_zero(op, self, other)
     quotient = op.Div(self, scalar_like(op, other, self))  # of integers: truncated already
     return quotient if rounding_mode is None else trunc(op, quotient)
 
@@ -303,7 +303,7 @@ def floor_divide(op: Any, self: ir.Value, other: Operand) -> ir.Value:
 
     (a - a mod b) / b, as PyTorch computes it: floor(a / b) is off by one where a / b rounds up to an integer.
     """
-    _refuse_zero(self, other)
+    _refuse_zero(op, self, other)
     divisor = scalar_like(op, other, self)
     quotient = op.Div(op.Sub(self, remainder(op, self, other)), divisor)
     if not is_float(self):
@@ -317,7 +317,7 @@ def floor_divide(op: Any, self: ir.Value, other: Operand) -> ir.Value:
 @register(aten.remainder.Tensor, aten.remainder.Scalar, promote="output")
 def remainder(op: Any, self: ir.Value, other: Operand) -> ir.Value:
     """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
-    _refuse_zero(self, other)
+    _refuse_zero(op, self, other)
     divisor = scalar_like(op, other, self)
     if not is_float(self):
         return op.Mod(self, divisor)
@@ -339,7 +339,7 @@ def remainder_of_scalar(op: Any, self: Operand, other: ir.Value) -> ir.Value:
 @register(aten.fmod.Tensor, aten.fmod.Scalar, promote="output")
 def fmod(op: Any, self: ir.Value, other: Operand) -> ir.Value:
     """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
-    _refuse_zero(self, other)
+    _refuse_zero(op, self, other)
     return op.Mod(self, scalar_like(op, other, self), fmod=1)
 
 
