@@ -46,7 +46,9 @@ def drop_known_masks(graph: fx.Graph) -> int:
     order = {node: i for i, node in enumerate(graph.nodes)}
     masks, dropped, unused = _Masks(), 0, set()
     for node, given in masked:
-        mask, sizes = given["attn_mask"], (given["query"].meta["val"].shape[-2], given["key"].meta["val"].shape[-2])
+        mask = given["attn_mask"]
+        lengths = (given[name].meta["val"].shape[-2] for name in ("query", "key"))
+        sizes = tuple(length if isinstance(length, int) else None for length in lengths)
         needed = ancestors([mask])
         if given["is_causal"] or len(needed) > _MOST_NODES or not all(map(_is_known, needed)):
             continue
@@ -70,13 +72,13 @@ class _Masks:
         self._numbers: dict[Any, int] = {}
         self._verdicts: dict[Any, tuple[bool, bool]] = {}
 
-    def judge(self, nodes: list[fx.Node], mask: fx.Node, sizes: tuple[Any, Any]) -> tuple[bool, bool]:
+    def judge(self, nodes: list[fx.Node], mask: fx.Node, sizes: tuple[int | None, ...]) -> tuple[bool, bool]:
         """Whether a mask that is added to scores lets each query see the keys up to its own number and hides all others; whether it adds nothing.
 
         Args:
             nodes: What the mask is computed by, in order, itself last. They are known.
             mask: The mask.
-            sizes: How many queries and keys there are.
+            sizes: How many queries and keys there are; None where that is symbolic.
         """
         for node in nodes:
             key = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda one: f"%{self._number[one]}")))
@@ -102,10 +104,10 @@ def _computed(nodes: list[fx.Node]) -> Any:
     return values[nodes[-1]]
 
 
-def _is_causal(value: Any, sizes: tuple[Any, Any]) -> bool:
+def _is_causal(value: Any, sizes: tuple[int | None, ...]) -> bool:
     if value.shape[-2:] != sizes or not value.is_floating_point():
         return False
-    above = torch.ones(sizes, dtype=torch.bool, device="cpu").triu(1)
+    above = torch.ones(value.shape[-2:], dtype=torch.bool, device="cpu").triu(1)
     hides = value != 0
     return bool(above.any() and (hides == above).all() and (value[hides] <= torch.finfo(value.dtype).min).all())
 

@@ -243,3 +243,17 @@ def test_nothing_of_a_mask_is_kept_while_the_next_is_computed() -> None:
         node = graph.call_function(counted, (node,))
     assert known_masks._computed(list(graph.nodes)).tolist() == [[5.0, 5.0], [5.0, 5.0]]
     assert max(alive) == 2
+
+
+def test_attention_of_symbolic_sizes_keeps_a_mask_of_known_ones(dropped: list[int]) -> None:
+    """One mask for every length: the queries' last dimension but one is symbolic."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        hidden = torch.full((1, LENGTH), -torch.inf).triu(LENGTH // 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=hidden)
+
+    compiled = torch.compile(attention, backend="ort_training", fullgraph=True, dynamic=True)
+    for length in (5, 7):
+        queries = _sample(length)[0]
+        _same_as_eager(attention, [queries, *_sample()[1:]], compiled)
+    assert set(dropped) == {0}
