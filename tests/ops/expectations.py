@@ -74,6 +74,11 @@ GAPS: tuple[Gap, ...] = (
     Gap("the CPU provider has no convolution of integers", ("convolution",), "kernel for INT64"),
     Gap("rare, not written: means of scattered integers, and what leaves out the target's own", ("scatter_reduce.two",), "scatter_reduce"),
     Gap("ONNX Runtime's Pow is computed in float64", ("pow.Tensor_Tensor",), "rounds large integers"),
+    Gap(
+        "ONNX Runtime's kernels of integers end the process where they divide by 0",
+        ("div.*", "floor_divide*", "remainder*", "fmod*"),
+        "may be divided by 0",
+    ),
     Gap("Euclid's algorithm: no ONNX operator", ("gcd", "lcm")),
     Gap("the limits are the data's own extremes", ("histc",), "min == max"),
     Gap("the CPU provider has no pooling of integers", ("max_pool*", "avg_pool*"), "Pool kernel for INT"),
