@@ -62,9 +62,6 @@ class Behind:
 
 BEHIND = Behind()
 
-# PyTorch casts the arguments of none of these, and its fake kernels do not look at their dtypes.
-_OF_ONE_DTYPE = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default, aten.addmv.default, aten.dot.default}
-
 
 class GraphLowering:
     """Writes one ONNX graph, FX node by FX node."""
@@ -313,14 +310,12 @@ class GraphLowering:
 
     def _not_native(self, node: fx.Node) -> str | None:
         """Why no lowering can take this node: a dtype that ONNX kernels do not work on."""
-        fakes: list[Any] = [n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]
+        fakes = [n.meta.get("val") for n in node.all_input_nodes] + [node.meta.get("val")]
         for fake in torch.utils._pytree.tree_leaves(fakes):
             if isinstance(fake, torch.Tensor):
                 kind = carrier(fake.dtype)
                 if kind is None or not kind.native:
                     return f"{fake.dtype} has no ONNX Runtime kernels"
-        if node.target in _OF_ONE_DTYPE and len({fake.dtype for fake in fakes[:-1] if isinstance(fake, torch.Tensor)}) > 1:
-            return "factors of several dtypes, which PyTorch refuses"
         return None
 
     def _by_python_op(self, node: fx.Node, reason: str, *, is_choice: bool = False) -> Any:

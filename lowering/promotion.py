@@ -12,12 +12,18 @@ from ort_backend.lowering.registry import Lowering, Unsupported
 
 
 def promoted_dtype(lowering: Lowering, node: fx.Node) -> torch.dtype | None:
-    """What `lowering.promote` says of this node; None if its arguments keep their dtypes."""
+    """What `lowering.promote` says of this node; None if its arguments keep their dtypes.
+
+    Raises:
+        Unsupported: they have several where PyTorch refuses that; its fake kernels do not look.
+    """
     if lowering.promote is None:
         return None
     if lowering.promote == "bool":
         return torch.bool
-    if lowering.promote == "output":
+    if lowering.promote == "same" and len({_fake(one).dtype for one in node.all_input_nodes if isinstance(_fake(one), torch.Tensor)}) > 1:
+        raise Unsupported("factors of several dtypes, which PyTorch refuses")
+    if lowering.promote in ("output", "same"):
         fake = node.meta["val"]
         return _real((fake[0] if isinstance(fake, (tuple, list)) else fake).dtype)
     named = zip(node.target._schema.arguments, node.args)  # type: ignore[union-attr]

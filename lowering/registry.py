@@ -12,7 +12,7 @@ import torch
 
 from ort_backend.target import OrtTarget
 
-Promote = Literal["output", "inputs", "bool"]
+Promote = Literal["output", "same", "inputs", "bool"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -31,8 +31,8 @@ class Lowering:
             an operator with several results (None for a result that is not computed).
         requires: Operators outside ONNX (`"com.microsoft::GeluGrad"`) that the target must have.
         device: The only kind of device that it is for (`"cpu"`), where kernels there ask for another form; None for any.
-        promote: `"output"` casts the tensor arguments to the result's dtype first, `"inputs"` to their common dtype (comparisons),
-            `"bool"` to bool.
+        promote: `"output"` casts the tensor arguments to the result's dtype first, `"same"` too if they have one dtype and else leaves the node
+            to PyTorch, which refuses several (products), `"inputs"` to their common dtype (comparisons), `"bool"` to bool.
         keep: Names of the arguments that `promote` leaves alone.
         any_dtype: The operator only moves data, so that no dtype needs a cast to compute in.
         whole_storage: Names of the arguments whose memory the operator addresses by strides: the lowering is for tensors that are

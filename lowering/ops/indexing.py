@@ -194,7 +194,7 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
     if rank(self) == 0:
         return self
     if rank(index) == 0:
-        index = typed(op.Reshape(index, int64s(op, [1])), index.dtype, [1])
+        index = op.Reshape(index, int64s(op, [1]))
     return op.Gather(self, from_front(op, index), axis=axis(self, dim))
 
 

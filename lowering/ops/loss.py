@@ -69,7 +69,7 @@ def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ig
 def nll_loss_forward(op, self, target, weight, reduction, ignore_index):
     """nll_loss_forward(Tensor self, Tensor target, Tensor? weight, int reduction, SymInt ignore_index) -> (Tensor output, Tensor total_weight)"""
     index, counted, weights, axis = _rows(op, self, target, weight, ignore_index)
-    picked = op.GatherElements(self, from_front(op, typed(index, ir.DataType.INT64, index.shape)), axis=axis)
+    picked = op.GatherElements(self, from_front(op, index), axis=axis)
     # An ignored row may hold -inf at class 0: choose, do not multiply by zero.
     losses = op.Neg(op.Mul(op.Where(counted, picked, scalar_like(op, 0.0, self)), weights))
     if reduction == _NONE:

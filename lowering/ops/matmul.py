@@ -83,7 +83,7 @@ def _is_zero(factor: int | float | ir.Value) -> bool:
     return not isinstance(factor, ir.Value) and factor == 0
 
 
-@register(aten.mm.default, promote="output")
+@register(aten.mm.default, promote="same")
 def mm(op, self, mat2):
     """mm(Tensor self, Tensor mat2) -> Tensor"""
     (a, trans_a), (b, trans_b) = _untransposed(self), _untransposed(mat2)
@@ -92,7 +92,7 @@ def mm(op, self, mat2):
     return _matmul(op, self, mat2)
 
 
-@register(aten.addmm.default, promote="output")
+@register(aten.addmm.default, promote="same")
 def addmm(op, self, mat1, mat2, *, beta=1, alpha=1):
     """addmm(Tensor self, Tensor mat1, Tensor mat2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     if not (_has_gemm(mat1) and _is_attribute(alpha, self) and _is_attribute(beta, self)):
@@ -109,7 +109,7 @@ def _plus(op: Any, bias: ir.Value, product: ir.Value, beta: int | float | ir.Val
     return product if _is_zero(beta) else op.Add(_scaled(op, bias, beta), product)
 
 
-@register(aten.bmm.default, requires=_FUSED, promote="output")
+@register(aten.bmm.default, requires=_FUSED, promote="same")
 def bmm_fused(op, self, mat2):
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
     return _product(op, self, mat2)
@@ -125,25 +125,25 @@ def _product(op: Any, left: ir.Value, right: ir.Value, alpha: float = 1.0) -> ir
     return microsoft(op, "FusedMatMul", a, b, like=like, transA=int(trans_a), transB=int(trans_b), alpha=float(alpha))
 
 
-@register(aten.bmm.default, promote="output")
+@register(aten.bmm.default, promote="same")
 def bmm(op, self, mat2):
     """bmm(Tensor self, Tensor mat2) -> Tensor"""
     return _matmul(op, self, mat2)
 
 
-@register(SCALED_BMM, requires=_FUSED)
+@register(SCALED_BMM, requires=_FUSED, promote="same")
 def scaled_bmm_fused(op, self, mat2, alpha):
     """ort_training::scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor: `passes.scales` writes it."""
     return _product(op, self, mat2, alpha)
 
 
-@register(SCALED_BMM)
+@register(SCALED_BMM, promote="same")
 def scaled_bmm(op, self, mat2, alpha):
     """ort_training::scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor"""
     return _scaled(op, _matmul(op, self, mat2), alpha)
 
 
-@register(aten.baddbmm.default, requires=_FUSED, promote="output")
+@register(aten.baddbmm.default, requires=_FUSED, promote="same")
 def baddbmm_fused(op, self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     if not _is_attribute(alpha, batch1) or batch1.dtype not in _FLOATS:
@@ -151,25 +151,25 @@ def baddbmm_fused(op, self, batch1, batch2, *, beta=1, alpha=1):
     return _plus(op, self, _product(op, batch1, batch2, alpha), beta, 1)
 
 
-@register(aten.baddbmm.default, promote="output")
+@register(aten.baddbmm.default, promote="same")
 def baddbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
     """baddbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _plus(op, self, _matmul(op, batch1, batch2), beta, alpha)
 
 
-@register(aten.addbmm.default, promote="output")
+@register(aten.addbmm.default, promote="same")
 def addbmm(op, self, batch1, batch2, *, beta=1, alpha=1):
     """addbmm(Tensor self, Tensor batch1, Tensor batch2, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _plus(op, self, op.ReduceSum(_matmul(op, batch1, batch2), int64s(op, [0]), keepdims=0), beta, alpha)
 
 
-@register(aten.mv.default, promote="output")
+@register(aten.mv.default, promote="same")
 def mv(op, self, vec):
     """mv(Tensor self, Tensor vec) -> Tensor"""
     return _times_vector(op, self, vec)
 
 
-@register(aten.addmv.default, promote="output")
+@register(aten.addmv.default, promote="same")
 def addmv(op, self, mat, vec, *, beta=1, alpha=1):
     """addmv(Tensor self, Tensor mat, Tensor vec, *, Scalar beta=1, Scalar alpha=1) -> Tensor"""
     return _plus(op, self, _times_vector(op, mat, vec), beta, alpha)
@@ -180,7 +180,7 @@ def _times_vector(op: Any, matrix: ir.Value, vector: ir.Value) -> ir.Value:
     return op.Squeeze(mm(op, matrix, op.Unsqueeze(vector, int64s(op, [1]))), int64s(op, [1]))
 
 
-@register(aten.dot.default, promote="output")
+@register(aten.dot.default, promote="same")
 def dot(op, self, tensor):
     """dot(Tensor self, Tensor tensor) -> Tensor"""
     return _matmul(op, self, tensor)
