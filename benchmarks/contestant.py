@@ -63,9 +63,9 @@ class Contestant:
 
 
 class Elsewhere:
-    """A contestant in a process of its own, forked from this one. It does nothing but what `ask` waits for."""
+    """A contestant, or whatever `make` returns, in a process of its own, forked from this one. It does nothing but what `ask` waits for."""
 
-    def __init__(self, make: Callable[[], Contestant]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(make, theirs, self._pipe), daemon=True)
@@ -95,7 +95,7 @@ class Elsewhere:
         self._pipe.close()
 
 
-def _serve(make: Callable[[], Contestant], pipe: Connection, other_end: Connection) -> None:
+def _serve(make: Callable[[], Any], pipe: Connection, other_end: Connection) -> None:
     """In the process: answers until the other end is closed, with whether it failed, and the result."""
     other_end.close()
     contestant = None

@@ -2,16 +2,18 @@
 
     python -m benchmarks.overhead
 
-One thread. Backends take turns in every round; the figure is the median over the rounds. The tiny model's arithmetic takes a few
-microseconds, so that what is left is the cost of calling: AOTAutograd's wrappers, which all backends share, and the backend's own.
+One thread. Each backend has a process of its own, as Dynamo would look through the guards of all of them at every call, and they take turns in every
+round; the figure is the median over the rounds. The tiny model's arithmetic takes a few microseconds, so that what is left is the cost of calling:
+Dynamo's guards and autograd, which all backends share, AOTAutograd's wrappers, and the backend's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -19,36 +21,45 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.compare import Ratio
+from benchmarks.contestant import Elsewhere
 from benchmarks.training import BACKENDS
 
-
-def make_step(backend: str, width: int, layers: int) -> Callable[[], None]:
-    """One training step without an optimiser."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
-    compiled = model if backend == "eager" else torch.compile(model, backend=backend)
-    x = torch.randn(4, width)
-
-    def step() -> None:
-        compiled(x).sum().backward()
-        model.zero_grad()
-
-    return step
+WARM_UP = 200
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, per_round: int) -> dict[str, list[float]]:
-    """Microseconds of a step in each round, backends interleaved."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        for _ in range(20):
-            step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            started = time.perf_counter()
-            for _ in range(per_round):
-                step()
-            times[name].append((time.perf_counter() - started) / per_round * 1e6)
-    return times
+class TinyModel:
+    """A few linear layers under a backend."""
+
+    def __init__(self, backend: str, width: int, layers: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+        self._compiled = self._model if backend == "eager" else torch.compile(self._model, backend=backend)
+        self._x = torch.randn(4, width)
+
+    def turn(self, steps: int) -> float:
+        """Microseconds of one of some training steps without an optimiser."""
+        started = time.perf_counter()
+        for _ in range(steps):
+            self._compiled(self._x).sum().backward()
+            self._model.zero_grad()
+        return (time.perf_counter() - started) / steps * 1e6
+
+
+def measure(backends: Sequence[str], width: int, layers: int, rounds: int, per_round: int) -> dict[str, list[float]]:
+    """Microseconds of a step in each round."""
+    processes = {backend: Elsewhere(functools.partial(TinyModel, backend, width, layers)) for backend in backends}
+    try:
+        for process in processes.values():
+            process.ask("turn", WARM_UP)
+        times: dict[str, list[float]] = {backend: [] for backend in backends}
+        for _ in range(rounds):
+            for backend, process in processes.items():
+                times[backend].append(process.ask("turn", per_round))
+        return times
+    finally:
+        for process in processes.values():
+            process.close()
 
 
 def ratio(times: dict[str, list[float]], other: str) -> str:
@@ -68,15 +79,13 @@ def main() -> None:
     parser.add_argument("--per-round", type=int, default=20)
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     table = Table(
         title=f"microseconds a step: median of {arguments.rounds} rounds of {arguments.per_round} steps, one thread, torch {torch.__version__}"
     )
     for heading in ("layers", *arguments.backends, "ort_training of aot_eager", "of inductor"):
         table.add_column(heading, justify="right")
     for layers in arguments.layers:
-        torch._dynamo.reset()  # all models are of one class, and Dynamo gives up after a few graphs of one function
-        times = measure({name: make_step(name, arguments.width, layers) for name in arguments.backends}, arguments.rounds, arguments.per_round)
+        times = measure(arguments.backends, arguments.width, layers, arguments.rounds, arguments.per_round)
         medians = (f"{statistics.median(values):.0f}" for values in times.values())
         table.add_row(str(layers), *medians, ratio(times, "aot_eager"), ratio(times, "inductor"))
     Console().print(table)

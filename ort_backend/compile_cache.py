@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import config as compiler_config
 
 from ort_backend import compiled_autograd
+from ort_backend.direct_call import DirectPlan
 from ort_backend.lowering import registry
 from ort_backend.lowering.lowered import Content
 from ort_backend.lowering.python_op import PythonCall, unique_name
@@ -85,12 +86,14 @@ class CompiledGraph:
         models: One for each session; none where nothing is computed, one where ONNX Runtime runs all of the graph.
         plan: What goes in and out.
         content: For the report.
+        direct: How it is called without AOTAutograd's wrappers, if it can be.
     """
 
     name: str
     models: tuple[CompiledModel, ...]
     plan: TrainingPlan | InferencePlan | RegionTrainingPlan | RegionPlan
     content: Content
+    direct: DirectPlan | None = None
 
     def renamed(self, name: str) -> CompiledGraph:
         """The same for another compile: the names of graphs and of callables are unique in a process."""
@@ -244,6 +247,11 @@ class Kept:
     def __init__(self, graph: CompiledGraph) -> None:
         self._graph: CompiledGraph | None = graph
         self._data: bytes | None = None
+
+    def add(self, direct: DirectPlan | None) -> None:
+        """What is known once AOTAutograd has divided the graph."""
+        if self._graph is not None:
+            self._graph = dataclasses.replace(self._graph, direct=direct)
 
     def pickle(self) -> None:
         """Pickles the graph, unless that is done.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.errors import LoweringError
+from ort_backend.errors import LoweringError, OrtBackendError
 
 _MODULE = "torch._dynamo.compiled_autograd"
 
@@ -28,6 +28,14 @@ def is_on() -> bool:
 def off() -> contextlib.AbstractContextManager[None]:
     """While backwards are not to be traced."""
     return torch._dynamo.compiled_autograd._disable() if is_on() else contextlib.nullcontext()
+
+
+def untraceable() -> OrtBackendError:
+    """What to raise where it traces a backward that has no operators to trace."""
+    return OrtBackendError(
+        "compiled autograd traces a backward whose forward was compiled without it, as one session: set "
+        "torch._dynamo.config.compiled_autograd = True before the first call, or call torch._dynamo.reset()"
+    )
 
 
 def has_lists(example_inputs: Sequence[Any]) -> bool:

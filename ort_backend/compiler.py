@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,9 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import compile_cache, compiled_autograd, debug, graph_report
+from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
+from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
@@ -107,7 +110,7 @@ def ort_training(
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
     eager = eager_graph(gm)
-    return verified(one.beside_python(one.watched(compiled), eager), eager, name, settings.verify)
+    return verified(one.beside_python(one.direct(one.watched(compiled), gm), eager), eager, name, settings.verify)
 
 
 class _Compilation:
@@ -128,6 +131,9 @@ class _Compilation:
         self._kept: Kept | None = None
         self._forward: RegionGraph | None = None  # of which compiled autograd may trace the backward
         self._captured = 0
+        self._direct: DirectPlan | None = None
+        self._autocast = torch._C._is_any_autocast_enabled()
+        self._has_backward = threading.Event()  # AOTAutograd asks for it when it runs first, unless the cache is to have it
         self.keeps = False  # whether PyTorch's cache is to have what is compiled
         self._from_cache = False
 
@@ -150,9 +156,14 @@ class _Compilation:
 
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `fw_compiler`."""
-        _keep_saved_tensors()
+        metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        _keep_saved_tensors(metadata)
         if self._forward is not None:
             return boxed(self._forward)
+        if self._training is not None:
+            self._direct = direct_call.plan_of(metadata, self._training.has_gradient)
+            if self._kept is not None:
+                self._kept.add(self._direct)
         return self._part("forward")
 
     @torch.compiler.disable  # it is called while the program runs, which Dynamo may be compiling
@@ -160,6 +171,7 @@ class _Compilation:
         """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
         if self._forward is not None:
             return boxed(self._region_graph(self._regions(module, ".backward"), self._counts.ran_backward))
+        self._has_backward.set()
         return self._part("backward")
 
     # A graph without gradients.
@@ -191,6 +203,8 @@ class _Compilation:
             with self._phase("lowering"):
                 read = graph().renamed(self.name)
             self._build(read)
+            self._direct = read.direct
+            self._has_backward.set()
         return self._callable(part)
 
     def _build(self, graph: CompiledGraph) -> None:
@@ -233,7 +247,7 @@ class _Compilation:
             return made.forward, made.backward
         backward = self._regions(made.backward, ".backward", first_session=len(forward.regions))
         content = forward.content.and_of(backward.content)
-        plan = RegionTrainingPlan(forward.plan, backward.plan, made.tangent_outputs, has_functions=bool(content.functions))
+        plan = RegionTrainingPlan(forward.plan, backward.plan, made.tangent_outputs, bool(content.functions), num_fwd_outputs)
         self._build(CompiledGraph(self.name, tuple(map(self._model, (*forward.regions, *backward.regions))), plan, content))
         return made.forward, made.backward
 
@@ -315,6 +329,14 @@ class _Compilation:
     def _passes(self) -> tuple[str, ...]:
         return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))
 
+    def direct(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
+        """`compiled`, called without AOTAutograd's wrappers where they have nothing to do."""
+        training = self._training
+        holds_tensors = any(True for _ in itertools.chain(gm.parameters(), gm.buffers()))  # AOTAutograd puts them in front of the arguments
+        if self._direct is None or self._autocast or training is None or training.may_be_undefined or holds_tensors:
+            return compiled
+        return direct_call.direct(training, self._direct, compiled, self._has_backward.is_set)
+
     def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """`compiled`, showing its results to the training graph."""
         training = self._training
@@ -354,14 +376,12 @@ def _imports() -> contextlib.AbstractContextManager[Any]:
     return unset_fake_temporarily()
 
 
-def _keep_saved_tensors() -> None:
+def _keep_saved_tensors(metadata: Any) -> None:
     """Tells AOTAutograd that the backward does not take over the memory of saved tensors, so that `retain_graph=True` is allowed.
 
     `torch._functorch.config.donated_buffer` says the same, but for the whole process (read in torch 2.13).
     """
-    context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    if metadata is not None and hasattr(metadata, "bw_donated_idxs"):
+    if hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
-from ort_backend.errors import OrtBackendError
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
@@ -45,10 +45,7 @@ _library.define("backward(Tensor[] saved, Tensor token, Tensor[] tangents) -> Te
 
 @torch.library.register_fake("ort_training::backward", lib=_library)
 def _(saved: Any, token: Any, tangents: Any) -> Any:
-    raise OrtBackendError(
-        "compiled autograd traces a backward whose forward was compiled without it, as one session: set "
-        "torch._dynamo.config.compiled_autograd = True before the first call, or call torch._dynamo.reset()"
-    )
+    raise compiled_autograd.untraceable()
 
 
 @dataclasses.dataclass(frozen=True)

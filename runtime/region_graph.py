@@ -98,12 +98,14 @@ class RegionTrainingPlan:
         backward: Takes saved values and tangents. Its sessions are counted on from those of the forward.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
         has_functions: Whether a user's Function runs in the backward.
+        outputs: How many results of the forward are the user's; the saved values follow them.
     """
 
     forward: RegionPlan
     backward: RegionPlan
     tangent_outputs: tuple[int, ...] | None
     has_functions: bool
+    outputs: int
 
 
 class RegionGraph:
@@ -139,7 +141,7 @@ class RegionGraph:
                 run = _captured(step, session, captured, run)
             self._steps.append((run, freed))
         self._shapes = shapes
-        self._results = list(zip(plan.results, plan.constants, strict=True))
+        self.results = list(zip(plan.results, plan.constants, strict=True))
         self._owner = Owner(self.release)
         self.beside: list[RegionGraph] = []
 
@@ -159,7 +161,7 @@ class RegionGraph:
             values = [*values, None]
             places = [len(values) - 1 if needs and needs <= undefined else place for place, needs in zip(plan.results, plan.depends_on, strict=True)]
             return [constant if place is None else values[place] for place, constant in zip(places, plan.constants)]
-        return [constant if place is None else values[place] for place, constant in self._results]
+        return [constant if place is None else values[place] for place, constant in self.results]
 
     def release(self) -> None:
         """Closes the sessions, and those of the graphs `beside`, until the next call."""
@@ -246,7 +248,18 @@ class RegionTraining:
         self._undefined = _Undefined()
         tangents = len(plan.tangent_outputs or ())
         partial = any(needs and len(needs) < tangents for needs in plan.backward.depends_on) or (plan.has_functions and tangents > 1)
-        self.watches = plan.tangent_outputs is not None and partial
+        self.watches = self.may_be_undefined = plan.tangent_outputs is not None and partial
+        self.has_gradient = tuple(place is not None or value is not None for place, value in self._backward.results)
+        self._outputs = plan.outputs
+
+    def start(self, args: Sequence[Any]) -> tuple[Values, Values, None]:
+        """Runs the forward: the outputs; the saved values; and nothing else that `resume` would need."""
+        results = self._forward(list(args))
+        return results[: self._outputs], results[self._outputs :], None
+
+    def resume(self, run: None, tangents: Values, saved: Sequence[Any]) -> Values:
+        """Runs the backward: the gradients."""
+        return self._backward([*saved, *tangents])
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""

@@ -139,52 +139,50 @@ class TrainingGraph:
         self._tokens = itertools.count()
         self._latest = _Latest()
         every = frozenset(one.position for one in plan.tangents)
-        # Whether some gradient depends on some of the tangents only, or a user's Function may.
+        # Whether some gradient depends on some of the tangents only, or a user's Function may: then `watch` is to be called.
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
-        self._may_be_undefined = plan.tangent_outputs is not None and partial
+        self.may_be_undefined = plan.tangent_outputs is not None and partial
         self.watches = True
+        self.has_gradient = tuple(one.source != "constant" or one.value is not None for one in plan.gradients)
         self._counts = counts
         self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
         self._agent: _Agent | None = _Agent(session, plan)
         self._warned_of_release = False
         self._owner = Owner(self.release)
 
-    def forward(self, args: list[Any]) -> list[Any]:
-        """Runs up to the `YieldOp`. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""
+    def start(self, args: Sequence[Any], *, hooked: bool = False) -> tuple[list[Any], list[Any], _Run]:
+        """Runs up to the `YieldOp`.
+
+        Args:
+            args: The primals.
+            hooked: Whether hooks are on saved tensors, see above.
+
+        Returns:
+            The outputs; the saved tensors, for autograd to hold until the backward; and the run, for `resume`.
+        """
         self._counts.forward += 1
         plan = self._plan
         self._owner.watch(args)
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         before = _random_state() if hooked and plan.draws else None
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_nodes else None
         random = _random_state() if plan.draws_inside else None
         agent, state, fetches = self._advance(everything, python)
         results = self._fetch(fetches, everything)
-        results.extend([args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs])
+        saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
         run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed], plan.saved)
         run.random, run.redraw = random, before
         run.arguments = len(args) if hooked else None
-        results.append(self._token(run))
-        if hooked or self._may_be_undefined:
-            self._latest.run = run
-        args.clear()
-        return results
+        return results, saved, run
 
-    def backward(self, args: list[Any]) -> list[Any]:
-        """Resumes behind the `YieldOp`. Takes saved tensors, the token and the tangents; returns the gradients.
+    def resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any]) -> list[Any]:
+        """Resumes behind the `YieldOp`: the gradients.
 
         Raises:
             OrtBackendError: the run state is gone, or what a second backward needs was modified in place.
         """
         self._counts.backward += 1
-        count = len(self._plan.saved) + len(self._plan.saved_outputs)
-        token, tangents = args[count], args[count + 1 :]
-        run = self._runs.get(token.item())
-        if run is None:
-            raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
-        arguments = [*tangents, *(args[i] for i in self._plan.returned)] if self._plan.returned else tangents
-        args.clear()
+        arguments = [*tangents, *(saved[i] for i in self._plan.returned)] if self._plan.returned else tangents
         if run.state is not None and run.is_released():
             self._warn_of_release()
             run.state = None
@@ -207,6 +205,29 @@ class TrainingGraph:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
         return gradients
 
+    def forward(self, args: list[Any]) -> list[Any]:
+        """AOTAutograd's forward. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        results, saved, run = self.start(args, hooked=hooked)
+        args.clear()
+        if hooked or self.may_be_undefined:
+            self._latest.run = run
+        return [*results, *saved, self._token(run)]
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """AOTAutograd's backward. Takes saved tensors, the token and the tangents (the list is emptied); returns the gradients.
+
+        Raises:
+            OrtBackendError: as `resume`.
+        """
+        count = len(self._plan.saved) + len(self._plan.saved_outputs)
+        saved, token, tangents = args[:count], args[count], args[count + 1 :]
+        args.clear()
+        run = self._runs.get(token.item())
+        if run is None:
+            raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
+        return self.resume(run, tangents, saved)
+
     def watch(self, results: Sequence[Any]) -> None:
         """To be called behind each forward, with what AOTAutograd's callable returned for it.
 
@@ -220,7 +241,7 @@ class TrainingGraph:
         node: Any = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
         if run.arguments is not None:
             self._keep(run, node)
-        if node is not None and self._may_be_undefined:
+        if node is not None and self.may_be_undefined:
             places = self._plan.tangent_outputs or ()
 
             def note(gradients: Sequence[Any]) -> None:

@@ -1,0 +1,181 @@
+"""Calls of a training graph without AOTAutograd's wrappers, where these have nothing to do.
+
+They put back what functionalisation took out: writes to inputs, results that are views, subclasses of tensors, autocast, effects. Where a graph has
+none of that, forward and backward are two calls between autograd and the session, and the wrappers 40 microseconds of every step (torch 2.13).
+What only shows when a graph is called, as hooks on saved tensors, sends that call AOTAutograd's way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import aot_module_simplified  # noqa: F401  (first: what follows imports nothing by itself)
+from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+
+from ort_backend import compiled_autograd
+from ort_backend.runtime.region_graph import RegionTraining
+from ort_backend.runtime.training_graph import TrainingGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectPlan:
+    """What autograd has to know of a graph.
+
+    Attributes:
+        detached: Those that require gradients and get none: what they come from is not to see gradients of zeros.
+        constant: Results that have no gradient.
+        tangents: Results that have one, in the order of the graph's tangents.
+        deterministic: Whether it was traced under `torch.use_deterministic_algorithms`.
+        tangent_metadata: AOTAutograd's, for tangents that are no plain tensors.
+    """
+
+    detached: tuple[int, ...]
+    constant: tuple[int, ...]
+    tangents: tuple[int, ...]
+    deterministic: bool
+    tangent_metadata: tuple[Any, ...]
+
+
+def plan_of(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
+    """The plan of a graph that needs no wrappers; None for others.
+
+    Args:
+        metadata: AOTAutograd's `ViewAndMutationMeta` (read in torch 2.11 to 2.15).
+        has_gradient: For each argument whether the backward returns one.
+    """
+    if metadata is None or compiled_autograd.is_on() or not _is_plain(metadata):
+        return None
+    inputs, outputs = metadata.input_info, metadata.output_info
+    if len(has_gradient) != len(inputs):
+        return None
+    tangents = [i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor) and one.requires_grad_for_backward]
+    if len(tangents) != len(metadata.subclass_tangent_meta):
+        return None
+    return DirectPlan(
+        detached=tuple(i for i, one in enumerate(inputs) if one.requires_grad and not one.is_leaf and not has_gradient[i]),
+        constant=tuple(i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor) and not one.requires_grad),
+        tangents=tuple(tangents),
+        deterministic=metadata.deterministic is not False,
+        tangent_metadata=tuple(metadata.subclass_tangent_meta),
+    )
+
+
+_OWN_MEMORY = ("non_alias", "unsafe_view_alias")  # names of AOTAutograd's `OutputType`: results are new tensors
+# What none of these counts, lists and flags of AOTAutograd's may say of a graph.
+_SPECIAL = (
+    "num_intermediate_bases",
+    "num_backward_tokens",
+    "num_graphsafe_rng_states",
+    "num_tensors_saved_with_no_vc_check",
+    "num_symints_saved_for_bw",
+    "num_opaque_objects_saved_for_bw",
+    "tokens",
+    "act_input_indices",
+    "is_rng_op_functionalized",
+    "dynamic_outputs",
+    "indices_of_inputs_that_requires_grad_with_mutations_in_bw",
+)
+
+
+def _is_plain(metadata: Any) -> bool:
+    if any(getattr(metadata, name, None) for name in _SPECIAL) or metadata.grad_enabled_mutation is not None:
+        return False
+    if any(one.mutates_data or one.mutates_metadata or one.mutates_storage_metadata for one in metadata.input_info):
+        return False
+    if any(one.output_type.name not in _OWN_MEMORY for one in metadata.output_info):
+        return False
+    subclasses = (*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta, *metadata.subclass_tangent_meta)
+    return all(isinstance(one, int) or type(one).__name__ == "PlainTensorMeta" for one in subclasses)
+
+
+def direct(
+    training: TrainingGraph | RegionTraining, plan: DirectPlan, compiled: Callable[..., Any], is_ready: Callable[[], bool]
+) -> Callable[..., Any]:
+    """A function that calls the training graph; `compiled`, AOTAutograd's, where only that will do.
+
+    Args:
+        training: The graph.
+        plan: What autograd has to know of it.
+        compiled: AOTAutograd's callable over it.
+        is_ready: Whether AOTAutograd is done with compiling: it calls for a backward when that runs first.
+    """
+    start, resume = training.start, training.resume
+    detached, constant, tangents_of = plan.detached, plan.constant, plan.tangents
+
+    class CompiledFunction(torch.autograd.Function):  # named as AOTAutograd's: so is the node of autograd that users see
+        boxed_grads_call = True  # gradients come as a list, to be emptied (from torch 2.13 on)
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+            results, saved, ctx.run = start(args)
+            results = [_no_view(one) for one in results]  # autograd forbids to write to a view that a Function returns
+            ctx.save_for_backward(*map(_no_view, saved))  # a view's place in autograd's graph would be kept alive
+            if constant:
+                ctx.mark_non_differentiable(*(results[i] for i in constant))
+            ctx._materialize_non_diff_grads = False
+            return tuple(results)
+
+        @staticmethod
+        @torch.compiler.disable  # as `compiler.boxed` is
+        def backward(ctx: Any, *grads: Any) -> Any:
+            if len(grads) == 1 and isinstance(grads[0], list):
+                tangents = [grads[0][i] for i in tangents_of]
+                grads[0].clear()
+            else:
+                tangents = [grads[i] for i in tangents_of]
+            del grads
+            _check_backward(plan, tangents)
+            saved = ctx.saved_tensors  # raises PyTorch's errors: for what was modified in place, and where it was freed
+            if torch.is_grad_enabled():
+                return _Once.apply(lambda: resume(ctx.run, tangents, saved), torch.empty(0, requires_grad=True))
+            ctx.maybe_clear_saved_tensors()
+            return tuple(resume(ctx.run, tangents, saved))
+
+        @staticmethod
+        def _compiled_autograd_key(ctx: Any) -> Any:
+            raise compiled_autograd.untraceable()
+
+    def call(*args: Any) -> Any:
+        if not is_ready() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not torch.is_grad_enabled():
+            return compiled(*args)
+        if detached:
+            args = tuple(one.detach() if i in detached else one for i, one in enumerate(args))
+        return CompiledFunction.apply(*args)
+
+    return call
+
+
+def _no_view(one: Any) -> Any:
+    return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
+
+
+def _check_backward(plan: DirectPlan, tangents: list[Any]) -> None:
+    """What AOTAutograd checks in front of a backward, with its words."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "It looks like you're trying to call a compiled backward function within vmap/grad/vjp, which isn't supported. "
+            "Try wrapping vmap inside torch.compile, or skip compiling the backward function."
+        )
+    if not plan.deterministic and torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "This compiled backward function is being run with torch.use_deterministic_algorithms(True), but it was previously generated "
+            "during the forward function while torch.use_deterministic_algorithms(False) was set."
+        )
+    for i, tangent in enumerate(tangents):
+        if type(tangent) is not torch.Tensor:
+            tangents[i] = AOTDispatchAutograd.process_runtime_tangent(tangent, plan.tangent_metadata[i])[0]
+
+
+class _Once(torch.autograd.Function):
+    """A backward under `create_graph=True`: its results say that they require gradients, and there are none."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Sequence[Any]], anchor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(run())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")

@@ -1,0 +1,308 @@
+"""Training graphs that are called without AOTAutograd's wrappers, and calls that go its way all the same: both are eager's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import Both, call, compiled, on_ort, same_as_eager, single_session
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ort_backend
+from ort_backend.runtime.training_graph import _Run
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def is_direct(result: torch.Tensor) -> bool:
+    """Whether the graph that gave it was called without AOTAutograd's wrappers."""
+    return type(result.grad_fn).__name__ == "CompiledFunctionBackward" and hasattr(result.grad_fn, "run")
+
+
+def ways(function: Callable[..., Any], *args: Any) -> list[bool]:
+    """Which way two training steps of a compiled function go."""
+    found = []
+    with on_ort():
+        runner = compiled(function)
+        for _ in range(2):
+            result = runner(*args)
+            result = result[0] if isinstance(result, tuple) else result
+            found.append(is_direct(result))
+            result.sum().backward()
+    return found
+
+
+def settled(function: Callable[..., Any], *args: Any) -> Any:
+    """The function compiled, after the first step: AOTAutograd compiles the backward when it runs first, unless its cache is to have it."""
+    runner = compiled(function)
+    runner(*args).sum().backward()
+    for parameter in function.parameters() if isinstance(function, nn.Module) else ():
+        parameter.grad = None
+    return runner
+
+
+def leaf() -> torch.Tensor:
+    return X.clone().requires_grad_()
+
+
+def test_the_second_step_is_direct() -> None:
+    assert ways(perceptron(), X) == [False, True]
+
+
+def test_where_the_cache_keeps_the_graph_the_first_step_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with torch._functorch.config.patch(enable_autograd_cache=True):
+        assert ways(perceptron(), X) == [True, True]  # compiled
+        assert ways(perceptron(), X) == [True, True]  # read
+    assert ort_backend.report().graphs[-1].from_cache
+
+
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def writes(x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return x @ W
+
+
+class Normalised(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Normalised, id="writes to buffers"),
+        pytest.param(lambda: writes, id="writes to an input"),
+        pytest.param(lambda: lambda x: (x @ W, x.t()), id="returns a view of an input"),
+        pytest.param(lambda: lambda x: ((y := x @ W), y.t()), id="returns a result and a view of it"),
+    ],
+)
+def test_wrappers_that_have_something_to_do(make: Callable[[], Callable[..., Any]]) -> None:
+    assert ways(make(), X.clone()) == [False, False]
+    same_as_eager(make(), call(X.clone()))
+
+
+@pytest.mark.parametrize("function", [lambda x: (x @ W).t(), lambda x: torch.complex(x @ W, x), lambda x: (x @ W).mT.contiguous().mT])
+def test_results_can_be_written_to(function: Callable[..., Any]) -> None:
+    def step(run: Callable[..., Any]) -> torch.Tensor:
+        x = leaf()
+        result = run(x)
+        seen.append(is_direct(result))
+        result.mul_(2)
+        result.abs().sum().backward()
+        return x.grad
+
+    seen: list[bool] = []
+    with on_ort(graphs=1):
+        runner = compiled(function)
+        for _ in range(2):
+            torch.testing.assert_close(step(runner), step(function))
+    assert seen == [False, False, True, False]
+
+
+def test_autocast() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ W
+
+    def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return function(x)
+
+        return run
+
+    same_as_eager(halves, call(X), rtol=1e-2, atol=1e-2)
+    with on_ort():
+        runner = outside(compiled(lambda x: x @ W))
+        runner(X).sum().backward()
+        result = runner(X)
+        assert not is_direct(result) and result.dtype is torch.bfloat16
+        result.sum().backward()
+
+
+def test_hooks_on_saved_tensors_send_a_call_autograds_way() -> None:
+    model, packed = perceptron(), []
+    with on_ort(graphs=1, forwards=4, backwards=3):
+        runner = settled(model, X)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            result = runner(X)
+        assert not is_direct(result) and packed
+        result.sum().backward()
+        assert is_direct(runner(X))
+        runner(X).sum().backward()
+
+
+def test_results_without_a_gradient() -> None:
+    same_as_eager(lambda x: (x @ W, (x @ W).argmax(1), (x @ W).detach(), torch.ones(2)), call(X), graphs=1)
+    assert ways(lambda x: (x @ W, (x @ W).argmax(1)), X) == [False, True]
+
+
+def test_what_gets_no_gradient_passes_none_on() -> None:
+    """The upstream of an argument whose gradient is None has None as well, not zeros."""
+
+    def step(side: Any, module: nn.Module) -> Any:
+        source = torch.ones(8, requires_grad=True)
+        result = side(X, source * 2)
+        result.sum().backward()
+        return result.detach(), source.grad
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * unused.detach()
+
+    both = Both(Net(8, 8))
+    with on_ort(graphs=1):
+        for _ in range(2):
+            both.step(step)
+
+
+def test_retained_and_freed() -> None:
+    model = perceptron()
+    with on_ort(graphs=1):
+        result = settled(model, X)(X)
+        assert is_direct(result)
+        result.sum().backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters()]
+        result.sum().backward()
+        for parameter, gradient in zip(model.parameters(), once, strict=True):
+            torch.testing.assert_close(parameter.grad, 2 * gradient)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            result.sum().backward()
+
+
+def test_a_second_backward_over_a_graph_that_saved_nothing() -> None:
+    with on_ort(graphs=1):
+        runner = settled(lambda x: x * 2, leaf())
+        x = leaf()
+        result = runner(x)
+        assert is_direct(result)
+        result.sum().backward(retain_graph=True)
+        result.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(X, 4))
+
+
+def test_what_was_changed_in_place() -> None:
+    with on_ort(graphs=1):
+        runner = settled(lambda y: (y * y).sum(), leaf() * 1)
+        y = leaf() * 1
+        result = runner(y)
+        assert is_direct(result)
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+
+
+def test_create_graph() -> None:
+    with on_ort(graphs=1):
+        runner = settled(lambda x: (x * x).sum(), leaf())
+        x = leaf()
+        result = runner(x)
+        assert is_direct(result)
+        (gradient,) = torch.autograd.grad(result, x, create_graph=True)
+        torch.testing.assert_close(gradient, 2 * x)
+        assert gradient.requires_grad
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            gradient.sum().backward()
+
+
+def test_batches_of_tangents_are_refused() -> None:
+    with on_ort(graphs=1):
+        runner = settled(lambda x: (x * x).sum(1), leaf())
+        x = leaf()
+        result = runner(x)
+        assert is_direct(result)
+        with pytest.raises(RuntimeError, match="compiled backward function within vmap"):
+            torch.vmap(lambda tangent: torch.autograd.grad(result, x, tangent))(torch.eye(4))
+
+
+def test_determinism_that_was_asked_for_too_late() -> None:
+    with on_ort(graphs=1):
+        result = settled(lambda x: (x * x).sum(), leaf())(leaf())
+        assert is_direct(result)
+        try:
+            torch.use_deterministic_algorithms(True)
+            with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):
+                result.backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_a_tangent_that_is_no_plain_tensor() -> None:
+    with on_ort(graphs=1):
+        result = settled(lambda x: x * x, leaf())(leaf())
+        assert is_direct(result)
+        with pytest.raises(RuntimeError, match="tensor subclass"):
+            result.backward(TwoTensor(torch.ones(4, 8), torch.ones(4, 8)))
+
+
+@pytest.mark.parametrize("tangent", [torch.ones(1, 1).expand(4, 8), torch.arange(32.0).reshape(8, 4).t()], ids=["expanded", "transposed"])
+def test_strides_of_tangents(tangent: torch.Tensor) -> None:
+    with on_ort(graphs=1):
+        runner = settled(torch.sin, leaf())
+        x = leaf()
+        result = runner(x)
+        assert is_direct(result)
+        result.backward(tangent)
+    torch.testing.assert_close(x.grad, X.cos() * tangent)
+
+
+def test_a_view_is_saved_without_its_place_in_autograds_graph() -> None:
+    with on_ort(graphs=1):
+        runner = settled(lambda x: (x * x).sum(), (leaf() * 1)[1:])
+        view = (leaf() * 1)[1:]
+        result = runner(view)
+        assert is_direct(result)
+        seen = weakref.ref(view)
+        del view
+        gc.collect()
+        result.backward()
+    assert seen() is None
+
+
+@single_session
+def test_a_run_goes_with_its_result() -> None:
+    def pending() -> int:
+        gc.collect()
+        return sum(type(one) is _Run for one in gc.get_objects())
+
+    before = pending()
+    with on_ort(graphs=1):
+        runner = settled(perceptron(), X)
+        results = [runner(X) for _ in range(4)]
+        assert all(map(is_direct, results)) and pending() == before + 4
+        results[0].sum().backward()
+        assert results[0].grad_fn.run.state is None
+        del results[:2]
+        assert pending() == before + 2
+        results.clear()
+        assert pending() == before
+
+
+def test_pending_forwards() -> None:
+    model = perceptron()
+    both = Both(model)
+
+    def step(side: Any, module: nn.Module) -> Any:
+        module.zero_grad()
+        first, second = side(X), side(X * 2)
+        second.square().sum().backward()
+        first.sum().backward()
+        return first.detach(), second.detach()
+
+    with on_ort(graphs=1, forwards=6, backwards=6):
+        for _ in range(3):
+            both.step(step)
