@@ -30,6 +30,7 @@ from ort_backend.lowering.partition import dependencies, is_random
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
+from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import select_gradients
@@ -98,6 +99,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     graph = module.graph
     mark_effects(graph)
     drop_relayouts(graph)
+    simplify_linear_gradients(graph)
     select_gradients(graph, everywhere=True)
     drop_known_masks(graph)
     draws = hoist(graph).draws
