@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import config as compiler_config
 
 from ort_backend import compiled_autograd
+from ort_backend.callables import Boxed
 from ort_backend.direct_call import DirectPlan
 from ort_backend.lowering import registry
 from ort_backend.lowering.lowered import Content
@@ -43,8 +44,6 @@ from ort_backend.runtime.region_graph import RegionPlan, RegionTrainingPlan
 from ort_backend.runtime.session import Program
 from ort_backend.runtime.training_graph import TrainingPlan
 from ort_backend.target import OrtTarget
-
-Boxed = Callable[[list[Any]], Any]
 
 # Given a function that reads a graph, and the name of one of its parts: the callable.
 Load = Callable[[Callable[[], "CompiledGraph"], str], Boxed]
@@ -280,7 +279,7 @@ class CompiledPart(OutputCode):
         self._time_taken_ns = 0
         self._kept, self._part, self._run = kept, part, run
 
-    @torch.compiler.disable  # as `compiler.boxed` is
+    @torch.compiler.disable  # as `callables.boxed` is
     def __call__(self, inputs: Any) -> Any:
         """Runs it: takes a list, which it empties."""
         return self._run(inputs)  # type: ignore[misc]

@@ -17,6 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report
+from ort_backend.callables import Boxed, beside_python, boxed, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
@@ -30,7 +31,7 @@ from ort_backend.lowering.kernel_choice import pytorch_may_run
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
 from ort_backend.options import CompileOptions
-from ort_backend.runtime import capabilities, python_op
+from ort_backend.runtime import capabilities
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph, InferencePlan
 from ort_backend.runtime.region_graph import RegionGraph, RegionPlan, RegionTraining, RegionTrainingPlan
@@ -47,8 +48,6 @@ log = logging.getLogger(__name__)
 
 # What a warning has said already: (operator, reason).
 _warned: set[tuple[str, str]] = set()
-
-Boxed = Callable[[list[Any]], Any]
 
 
 def ort_training(
@@ -109,8 +108,7 @@ def ort_training(
 
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
-    eager = eager_graph(gm)
-    return verified(one.beside_python(one.direct(one.watched(compiled), gm), eager), eager, name, settings.verify)
+    return one.around(compiled, gm, eager_graph(gm))
 
 
 class _Compilation:
@@ -129,7 +127,6 @@ class _Compilation:
         self._training: TrainingGraph | RegionTraining | None = None
         self._inference: InferenceGraph | RegionGraph | None = None
         self._kept: Kept | None = None
-        self._forward: RegionGraph | None = None  # of which compiled autograd may trace the backward
         self._captured = 0
         self._direct: DirectPlan | None = None
         self._autocast = torch._C._is_any_autocast_enabled()
@@ -158,8 +155,6 @@ class _Compilation:
         """AOTAutograd's `fw_compiler`."""
         metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         _keep_saved_tensors(metadata)
-        if self._forward is not None:
-            return boxed(self._forward)
         if self._training is not None:
             self._direct = direct_call.plan_of(metadata, self._training.has_gradient)
             if self._kept is not None:
@@ -168,9 +163,7 @@ class _Compilation:
 
     @torch.compiler.disable  # it is called while the program runs, which Dynamo may be compiling
     def backward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
-        """AOTAutograd's `bw_compiler`, called at the first backward; under compiled autograd, for one that it does not trace."""
-        if self._forward is not None:
-            return boxed(self._region_graph(self._regions(module, ".backward"), self._counts.ran_backward))
+        """AOTAutograd's `bw_compiler`, called at the first backward, or at once."""
         self._has_backward.set()
         return self._part("backward")
 
@@ -242,9 +235,6 @@ class _Compilation:
             from ort_backend import regions
         made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
         forward = self._regions(made.forward, ".forward")
-        if compiled_autograd.is_on():
-            self._forward = self._region_graph(forward, self._counts.ran_forward)
-            return made.forward, made.backward
         backward = self._regions(made.backward, ".backward", first_session=len(forward.regions))
         content = forward.content.and_of(backward.content)
         plan = RegionTrainingPlan(forward.plan, backward.plan, made.tangent_outputs, bool(content.functions), num_fwd_outputs)
@@ -262,13 +252,6 @@ class _Compilation:
         by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
         content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
         return dataclasses.replace(made, regions=rewritten, content=content)
-
-    def _region_graph(self, made: RegionLowering, count: Callable[[], None]) -> RegionGraph:
-        """A forward or a backward alone: compiled autograd takes one of them only."""
-        graph = RegionGraph(made.plan, [self._session(self._model(one)) for one in made.regions], count)
-        self._content = made.content if self._content is None else self._content.and_of(made.content)
-        self._captured += graph.captured_sessions
-        return graph
 
     # What all have in common.
 
@@ -310,7 +293,7 @@ class _Compilation:
         if self._content is None:
             return None
         seconds = {**self._seconds, "capture": time.perf_counter() - self._started - sum(self._seconds.values())}
-        kind = "inference" if self._training is None and self._forward is None else "training"
+        kind = "inference" if self._training is None else "training"
         made = graph_report.add(
             *(self.name, kind, self._compilation.function, self._content, seconds, self._counts),
             *(self._inlined, self._passes(), self._captured, self._from_cache),
@@ -329,43 +312,16 @@ class _Compilation:
     def _passes(self) -> tuple[str, ...]:
         return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))
 
-    def direct(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        """`compiled`, called without AOTAutograd's wrappers where they have nothing to do."""
-        training = self._training
-        holds_tensors = any(True for _ in itertools.chain(gm.parameters(), gm.buffers()))  # AOTAutograd puts them in front of the arguments
-        if self._direct is None or self._autocast or training is None or training.may_be_undefined or holds_tensors:
-            return compiled
-        return direct_call.direct(training, self._direct, compiled, self._has_backward.is_set)
-
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, showing its results to the training graph."""
-        training = self._training
-        if training is None or not training.watches:
-            return compiled
-
-        def call(*args: Any) -> Any:
-            results: Any = ()
-            try:
-                results = compiled(*args)
-            finally:
-                training.watch(results)
-            return results
-
-        return call
-
-    def beside_python(self, compiled: Callable[..., Any], gm: fx.GraphModule) -> Callable[..., Any]:
-        """`compiled`, in eager PyTorch where it is called inside a Python node: ONNX Runtime would wait for itself if it has such nodes, too."""
-        if self._content is None or not self._content.python_nodes:
-            return compiled
-        counts = self._counts
-
-        def call(*args: Any) -> Any:
-            if not python_op.inside():
-                return compiled(*args)
-            counts.eager += 1
-            return gm(*args)
-
-        return call
+    def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, eager: fx.GraphModule) -> Callable[..., Any]:
+        """AOTAutograd's callable as Dynamo is to call it."""
+        call, training = watched(compiled, self._training), self._training
+        # AOTAutograd puts tensors that the graph holds in front of the arguments.
+        holds_tensors = any(True for _ in itertools.chain(gm.parameters(), gm.buffers()))
+        if self._direct is not None and training is not None and not (self._autocast or training.may_be_undefined or holds_tensors):
+            call = direct_call.direct(training, self._direct, call, self._has_backward.is_set)
+        if self._content is not None and self._content.python_nodes:
+            call = beside_python(call, eager, self._counts)
+        return verified(call, eager, self.name, self.settings.verify)
 
 
 def _imports() -> contextlib.AbstractContextManager[Any]:
@@ -383,20 +339,6 @@ def _keep_saved_tensors(metadata: Any) -> None:
     """
     if hasattr(metadata, "bw_donated_idxs"):
         metadata.bw_donated_idxs = []
-
-
-def boxed(function: Boxed) -> Boxed:
-    """A function that AOTAutograd calls with one list, which the function may empty.
-
-    Dynamo compiles neither this Python nor that of users' Functions: it would where a whole training step is compiled, and the backward runs in it.
-    """
-
-    @torch.compiler.disable
-    def call(args: list[Any]) -> Any:
-        return function(args)
-
-    call._boxed_call = True
-    return call
 
 
 def _inlined_functions(gm: fx.GraphModule) -> int:

@@ -46,7 +46,7 @@ def plan_of(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
         metadata: AOTAutograd's `ViewAndMutationMeta` (read in torch 2.11 to 2.15).
         has_gradient: For each argument whether the backward returns one.
     """
-    if metadata is None or compiled_autograd.is_on() or not _is_plain(metadata):
+    if metadata is None or not _is_plain(metadata):
         return None
     inputs, outputs = metadata.input_info, metadata.output_info
     if len(has_gradient) != len(inputs):
@@ -119,7 +119,7 @@ def direct(
             return tuple(results)
 
         @staticmethod
-        @torch.compiler.disable  # as `compiler.boxed` is
+        @torch.compiler.disable  # as `callables.boxed` is
         def backward(ctx: Any, *grads: Any) -> Any:
             if len(grads) == 1 and isinstance(grads[0], list):
                 tangents = [grads[0][i] for i in tangents_of]
@@ -139,7 +139,8 @@ def direct(
             raise compiled_autograd.untraceable()
 
     def call(*args: Any) -> Any:
-        if not is_ready() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None or not torch.is_grad_enabled():
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if hooked or not is_ready() or compiled_autograd.is_on() or not torch.is_grad_enabled():
             return compiled(*args)
         if detached:
             args = tuple(one.detach() if i in detached else one for i, one in enumerate(args))
