@@ -8,6 +8,7 @@ What only shows when a graph is called, as hooks on saved tensors, sends that ca
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 from ort_backend import compiled_autograd
 from ort_backend.runtime.region_graph import RegionTraining
 from ort_backend.runtime.training_graph import TrainingGraph
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,23 +43,29 @@ class DirectPlan:
 
 
 def plan_of(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
-    """The plan of a graph that needs no wrappers; None for others.
+    """The plan of a graph that needs no wrappers; None for others, and where AOTAutograd describes graphs in a way not known here.
 
     Args:
         metadata: AOTAutograd's `ViewAndMutationMeta` (read in torch 2.11 to 2.15).
         has_gradient: For each argument whether the backward returns one.
     """
-    if metadata is None or not _is_plain(metadata):
+    try:
+        return _plan(metadata, has_gradient)
+    except AttributeError as error:
+        log.info("calls go AOTAutograd's way: %s", error)
         return None
+
+
+def _plan(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
     inputs, outputs = metadata.input_info, metadata.output_info
-    if len(has_gradient) != len(inputs):
-        return None
-    tangents = [i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor) and one.requires_grad_for_backward]
-    if len(tangents) != len(metadata.subclass_tangent_meta):
+    tensors = [i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor)]
+    # Torch 2.11 has no word for results that require a gradient but whose gradient the backward does not take.
+    tangents = [i for i in tensors if getattr(outputs[i], "requires_grad_for_backward", outputs[i].requires_grad)]
+    if not _is_plain(metadata) or len(has_gradient) != len(inputs) or len(tangents) != len(metadata.subclass_tangent_meta):
         return None
     return DirectPlan(
         detached=tuple(i for i, one in enumerate(inputs) if one.requires_grad and not one.is_leaf and not has_gradient[i]),
-        constant=tuple(i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor) and not one.requires_grad),
+        constant=tuple(i for i in tensors if not outputs[i].requires_grad),
         tangents=tuple(tangents),
         deterministic=metadata.deterministic is not False,
         tangent_metadata=tuple(metadata.subclass_tangent_meta),
