@@ -24,6 +24,7 @@ from ort_backend.lowering.complex_numbers import (
     take_part,
     zeros_like,
 )
+from ort_backend.lowering.constants import as_bool
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.registry import Lowering
@@ -79,8 +80,14 @@ class Calls:
     def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         promoted = promoted_dtype(lowering, node)
         wanted = None if promoted is None else self._compute(promoted)
+        # What PyTorch has cast before it computes, where that loses digits which the wider dtype of the computation would keep.
+        is_narrow = promoted is not None and promoted != wanted
+        rounds = is_narrow and (lowering.promote == "inputs" or not promoted.is_floating_point)  # type: ignore[union-attr]
+        numbers = {argument.name for argument in node.target._schema.arguments if _takes_number(argument)} if rounds else set()  # type: ignore[union-attr]
 
         def cast(name: str, value: Any) -> Any:
+            if name in numbers and name not in lowering.keep and isinstance(value, (int, float)) and not isinstance(value, bool):
+                return torch.tensor(value).to(promoted).item()
             if isinstance(value, (list, tuple)):
                 return type(value)(cast(name, part) for part in value)
             if isinstance(value, Complex):
@@ -88,6 +95,8 @@ class Calls:
             if not isinstance(value, ir.Value) or name in lowering.keep or (wanted is None and "symbol" in value.meta):
                 return value
             assert value.dtype is not None
+            if is_narrow and value.dtype != to_ir(promoted) and (rounds or value.dtype.is_integer()):  # type: ignore[arg-type]
+                value = self._cast(value, promoted)  # type: ignore[arg-type]
             return self._cast(value, wanted if wanted is not None else self._compute(to_torch(value.dtype)))
 
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -98,7 +107,9 @@ class Calls:
 
     def _cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
         wanted = to_ir(dtype)
-        return value if value.dtype == wanted else self._op.Cast(value, to=wanted)
+        if value.dtype == wanted:
+            return value
+        return as_bool(self._op, value) if wanted == ir.DataType.BOOL else self._op.Cast(value, to=wanted)
 
     def _results(self, results: Any, fake: Any) -> Any:
         """The lowering's results with the dtypes and shapes of the node's."""
@@ -114,11 +125,9 @@ class Calls:
         if isinstance(value, Complex):
             value = value.real
         if isinstance(fake, (torch.Tensor, Part)):
-            wanted = to_ir(fake.dtype)
             if value.dtype is None:
                 value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
-            if value.dtype != wanted:
-                value = self._op.Cast(value, to=wanted)
+            value = self._cast(value, fake.dtype)
         return self.stamp(value, fake)
 
     def _complex_result(self, value: Any, part: Part) -> Complex:
@@ -150,3 +159,9 @@ class Calls:
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])
         return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
+
+
+def _takes_number(argument: Any) -> bool:
+    """Whether an argument of a schema is a tensor or a number to compute with, and not a dimension or the like."""
+    kind = argument.type.getElementType() if argument.type.kind() == "OptionalType" else argument.type
+    return kind.kind() in ("TensorType", "NumberType")

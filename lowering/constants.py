@@ -51,6 +51,25 @@ def as_int64(op: Any, value: ir.Value) -> ir.Value:
     return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
 
 
+_NARROW = {
+    ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16, ir.DataType.FLOAT16, ir.DataType.BFLOAT16,
+}  # fmt: skip
+
+
+def as_bool(op: Any, value: ir.Value) -> ir.Value:
+    """Whether elements of `value` are not 0.
+
+    Of two Casts in a row to bool ONNX Runtime makes one, so that what the first one made 0, by wrapping or rounding, would be true (1.19.2).
+    """
+    assert value.dtype is not None
+    if value.dtype == ir.DataType.BOOL:
+        return value
+    if value.dtype not in _NARROW:
+        return op.Cast(value, to=ir.DataType.BOOL)
+    wide = op.Cast(value, to=ir.DataType.FLOAT if value.dtype.is_floating_point() else ir.DataType.INT32)
+    return op.Not(op.Equal(wide, scalar_like(op, 0, wide)))
+
+
 def scalar_like(op: Any, number: Scalar | ir.Value, tensor: ir.Value) -> ir.Value:
     """A number, or a symbolic one, as a 0-d tensor of `tensor`'s dtype."""
     assert tensor.dtype is not None

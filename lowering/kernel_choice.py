@@ -17,6 +17,7 @@ from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
+from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -34,6 +35,9 @@ IN_STEPS = {
     aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0,
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
+
+# Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
+_LARGE_SELECTION = 16384
 
 # For a GPU. ONNX Runtime has no backward of such kernels.
 _FUSED_ATTENTION = {
@@ -78,10 +82,12 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return _long_attention(node)
     if node.target in _TRANSFORMS:
         return _large_transform(node)
+    size = size_of(node)
+    if node.meta.get(SELECTS) and size is not None and size >= _LARGE_SELECTION:
+        return "PyTorch's kernel selects zeros, for which ONNX Runtime has Where alone"
     known = FASTER_IN_PYTORCH.get(operator_class(node))
     if known is None:
         return None
-    size = size_of(node)
     ratio = next((ratio for low, high, ratio in known if size is not None and low <= size <= high), None)
     return None if ratio is None else f"PyTorch's kernel is {ratio:.1f} times as fast at this size"
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.memory_order import storage_order
+from ort_backend.lowering.memory_order import READS_STRIDES, storage_order
 from ort_backend.lowering.partition import root
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
@@ -105,10 +105,21 @@ class Results:
             return None
         made = replay(node, base, list(self._arguments))
         if made is None:
-            return None
+            return self._view_by_numbers(node, base)
         if base in self._arguments:
             return Output("argument view", self._arguments[base], value=made)
         return Output("result view", self._places[base], value=made)
+
+    def _view_by_numbers(self, node: fx.Node, base: fx.Node) -> Output | None:
+        """A view whose place follows from numbers that the graph computes."""
+        chain = [node]
+        while chain[-1].args[0] is not base:
+            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        inputs = sorted({source for one in chain for source in one.all_input_nodes}.difference(chain))
+        are_numbers = all(source is base or isinstance(source.meta["val"], torch.SymInt) for source in inputs)
+        if not are_numbers or any(one.target in READS_STRIDES for one in chain):
+            return None
+        return Output("made", value=evaluation_of(chain[::-1], inputs), parts=tuple(self.add(one) for one in inputs))
 
     def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
         """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""

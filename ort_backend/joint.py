@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
@@ -30,7 +31,7 @@ from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.scales import fuse_scales
-from ort_backend.lowering.passes.selected_gradients import select_gradients
+from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -70,7 +71,8 @@ def lower_joint(
     graph = module.graph
     mark_effects(graph)
     drop_relayouts(graph)
-    select_gradients(graph, everywhere=False)
+    mark_gradients(graph)
+    select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
@@ -118,7 +120,8 @@ def lower_inference(
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     mark_effects(graph)
     drop_relayouts(graph)
-    select_gradients(graph, everywhere=False)
+    mark_gradients(graph)
+    select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
     choose_products(graph, target)
     hoisted = hoist(graph)

@@ -33,7 +33,7 @@ from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
-from ort_backend.lowering.passes.selected_gradients import select_gradients
+from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
@@ -78,6 +78,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     drop_known_masks(joint.graph)
+    mark_gradients(joint.graph)
     with torch._functorch.config.patch(cse=torch._functorch.config.cse and not _has_draws_to_merge(joint.graph)):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     save_bases(forward, backward, num_fwd_outputs)
@@ -90,8 +91,8 @@ def _has_draws_to_merge(graph: fx.Graph) -> bool:
     return any(is_random(node) and getattr(node.target, "overloadpacket", None) not in rand_ops for node in graph.nodes)
 
 
-def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str, first_session: int = 0) -> RegionLowering:
-    """Lowers a graph that has a forward, a backward, or no gradients at all.
+def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str, is_half: bool = False, first_session: int = 0) -> RegionLowering:
+    """Lowers a graph without gradients, or one half of a joint graph that `split` has made.
 
     Raises:
         LoweringError: `strict` is set and a node does not run on ONNX Runtime.
@@ -100,7 +101,9 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     mark_effects(graph)
     drop_relayouts(graph)
     simplify_linear_gradients(graph)
-    select_gradients(graph, everywhere=True)
+    if not is_half:
+        mark_gradients(graph, everywhere=True)
+    select_gradients(graph)
     drop_known_masks(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

@@ -266,9 +266,12 @@ def elu_backward(op, grad_output, alpha, scale, input_scale, is_result, self_or_
 def softplus(op, self, beta=1, threshold=20):
     """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
     scaled = op.Mul(self, float(beta)) if beta != 1 else self
-    # max(x, 0) + log(1 + exp(-|x|)): no overflow, and equal to x above the threshold but for what float32 cannot show
-    zero = scalar_like(op, 0.0, self)
-    soft = op.Add(op.Max(scaled, zero), op.Log(op.Add(op.Exp(op.Neg(op.Abs(scaled))), 1.0)))
+    # max(x, 0) + log(u) with u = 1 + exp(-|x|) rounded, and what the rounding lost divided by u: no overflow, equal to x above the threshold but for
+    # what float32 cannot show, and exp(x) far below, where a logarithm or a quotient of it must not be infinite.
+    zero, tail = scalar_like(op, 0.0, self), op.Exp(op.Neg(op.Abs(scaled)))
+    rounded = op.Add(tail, 1.0)
+    lost = op.Sub(tail, op.Sub(rounded, 1.0))
+    soft = op.Add(op.Max(scaled, zero), op.Add(op.Log(rounded), op.Div(lost, rounded)))
     soft = op.Div(soft, float(beta)) if beta != 1 else soft
     return soft if threshold >= 20 else op.Where(op.Greater(scaled, float(threshold)), self, soft)
 
@@ -277,7 +280,7 @@ def softplus(op, self, beta=1, threshold=20):
 def softplus_backward(op, grad_output, self, beta, threshold):
     """softplus_backward(Tensor grad_output, Tensor self, Scalar beta, Scalar threshold) -> Tensor"""
     scaled = op.Mul(self, float(beta)) if beta != 1 else self
-    slope = op.Sigmoid(scaled)
+    slope = op.Reciprocal(op.Add(op.Exp(op.Neg(scaled)), 1.0))  # not Sigmoid: see `sigmoid_to_the_end`
     if threshold < 20:
         slope = op.Where(op.Greater(scaled, float(threshold)), scalar_like(op, 1.0, self), slope)
     return op.Mul(grad_output, slope)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import rank, same_shape, sizes
-from ort_backend.lowering.constants import as_int64, int64s
+from ort_backend.lowering.constants import as_bool, as_int64, int64s
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.comparison import where_
 from ort_backend.lowering.ops.creation import filled
@@ -30,7 +30,7 @@ def _positions(op: Any, indices: Sequence[ir.Value | None]) -> list[ir.Value | N
         if index is not None and index.dtype in (ir.DataType.BOOL, ir.DataType.UINT8):
             if rank(index) == 0:
                 raise Unsupported("a mask without dimensions")
-            places = op.NonZero(op.Cast(index, to=ir.DataType.BOOL) if index.dtype == ir.DataType.UINT8 else index)
+            places = op.NonZero(as_bool(op, index) if index.dtype == ir.DataType.UINT8 else index)
             columns = op.Split(places, axis=0, num_outputs=rank(index), _outputs=rank(index)) if rank(index) > 1 else places
             for column in [columns] if isinstance(columns, ir.Value) else columns:
                 flat = op.Squeeze(column, int64s(op, [0]))
@@ -142,7 +142,7 @@ def nonzero(op: Any, self: ir.Value) -> ir.Value:
     """nonzero(Tensor self) -> Tensor"""
     if rank(self) == 0:
         raise Unsupported("nonzero of a scalar")
-    return op.Transpose(op.NonZero(self if self.dtype == ir.DataType.BOOL else op.Cast(self, to=ir.DataType.BOOL)), perm=[1, 0])
+    return op.Transpose(op.NonZero(as_bool(op, self)), perm=[1, 0])
 
 
 @register(aten.masked_select.default, keep=("mask",))

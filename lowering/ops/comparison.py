@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.constants import constant, scalar_like
+from ort_backend.lowering.constants import as_bool, constant, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -128,7 +128,7 @@ def bitwise_not(op: Any, self: ir.Value) -> ir.Value:
 def where_(op: Any, condition: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Value:
     """ONNX's Where, also for bool, for which ONNX Runtime's has no kernel."""
     if condition.dtype != ir.DataType.BOOL:
-        condition = op.Cast(condition, to=ir.DataType.BOOL)
+        condition = as_bool(op, condition)
     if yes.dtype == ir.DataType.BOOL:
         return op.Or(op.And(condition, yes), op.And(op.Not(condition), no))
     return op.Where(condition, yes, no)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import onnx_ir as ir
@@ -172,6 +173,8 @@ def scatter_reduce(op: Any, self: ir.Value, dim: int, index: ir.Value, src: ir.V
     if not include_self:
         neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
         self = _typed(_scatter(op, self, dim, index, _spread(op, scalar_like(op, neutral, self), index), "none"), self)
+    if reduce in ("amax", "amin"):
+        return _scattered_extreme(op, self, dim, index, updates, _REDUCTIONS[reduce])
     if reduce != "mean":
         return _scatter(op, self, dim, index, updates, _REDUCTIONS[reduce])
     total = _scatter(op, self, dim, index, updates, "add")
@@ -180,6 +183,19 @@ def scatter_reduce(op: Any, self: ir.Value, dim: int, index: ir.Value, src: ir.V
         ones = _typed(_scatter(op, _typed(ones, self), dim, index, _typed(zeros, index), "none"), self)
     count = _scatter(op, _typed(ones, self), dim, index, _spread(op, scalar_like(op, 1.0, self), index), "add")
     return op.Div(total, op.Max(count, scalar_like(op, 1.0, self)))
+
+
+def _scattered_extreme(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
+    """ONNX Runtime knows no extremes of bools, and its own of floats lose a NaN that comes first."""
+    if value.dtype == ir.DataType.BOOL:
+        value, updates = (_typed(op.Cast(one, to=ir.DataType.INT32), one) for one in (value, updates))
+        return _scatter(op, value, dim, index, updates, reduction)
+    found = _scatter(op, value, dim, index, updates, reduction)
+    if not value.dtype.is_floating_point():  # type: ignore[union-attr]
+        return found
+    nans = [_typed(op.Cast(op.IsNaN(one), to=ir.DataType.FLOAT), one) for one in (value, updates)]
+    any_nan = op.Greater(_scatter(op, nans[0], dim, index, nans[1], "add"), constant(op, 0.0, ir.DataType.FLOAT))
+    return op.Where(any_nan, scalar_like(op, math.nan, value), found)
 
 
 def _typed(value: ir.Value, like: ir.Value) -> ir.Value:

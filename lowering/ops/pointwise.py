@@ -93,9 +93,12 @@ def abs_(op: Any, self: ir.Value) -> ir.Value:
 def sign(op: Any, self: ir.Value) -> ir.Value:
     """sign(Tensor self) -> Tensor
 
-    NaN stays NaN, where PyTorch makes it 0.
+    Of NaN it is 0, where ONNX's Sign leaves NaN: so is the gradient of an absolute value, as where missing labels are taken out behind a loss.
     """
-    return self if self.dtype == ir.DataType.BOOL else op.Sign(self)
+    if self.dtype == ir.DataType.BOOL or not is_float(self):
+        return self if self.dtype == ir.DataType.BOOL else op.Sign(self)
+    zero = scalar_like(op, 0.0, self)
+    return op.Sub(op.Cast(op.Greater(self, zero), to=self.dtype), op.Cast(op.Less(self, zero), to=self.dtype))
 
 
 @register(aten.square.default)
@@ -256,16 +259,23 @@ def addcdiv(op: Any, self: ir.Value, tensor1: ir.Value, tensor2: ir.Value, value
 @register(aten.lerp.Scalar, promote="output", keep=("weight",))
 def lerp_scalar(op: Any, self: ir.Value, end: ir.Value, weight: float | ir.Value) -> ir.Value:
     """lerp.Scalar(Tensor self, Tensor end, Scalar weight) -> Tensor"""
+    if isinstance(weight, ir.Value):
+        return lerp(op, self, end, scalar_like(op, weight, self))
     way = op.Sub(end, self)
-    if isinstance(weight, ir.Value) or weight < 0.5:
+    if abs(weight) < 0.5:
         return op.Add(self, op.Mul(way, scalar_like(op, weight, way)))
     return op.Sub(end, op.Mul(way, scalar_like(op, 1 - weight, way)))
 
 
 @register(aten.lerp.Tensor, promote="output")
 def lerp(op: Any, self: ir.Value, end: ir.Value, weight: ir.Value) -> ir.Value:
-    """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor"""
-    return op.Add(self, op.Mul(weight, op.Sub(end, self)))
+    """lerp.Tensor(Tensor self, Tensor end, Tensor weight) -> Tensor
+
+    From the nearer end: at a weight of 1 it is the other.
+    """
+    way = op.Sub(end, self)
+    near = op.Less(op.Abs(weight), scalar_like(op, 0.5, weight))
+    return op.Where(near, op.Add(self, op.Mul(weight, way)), op.Sub(end, op.Mul(way, op.Sub(scalar_like(op, 1.0, weight), weight))))
 
 
 # -- division
@@ -288,59 +298,82 @@ def div(op: Any, self: Operand, other: Operand) -> ir.Value:
 
 
 @register(aten.div.Tensor_mode, aten.div.Scalar_mode, promote="output")
-def div_mode(op: Any, self: ir.Value, other: Operand, rounding_mode: str | None) -> ir.Value:
+def div_mode(op: Any, self: Operand, other: Operand, rounding_mode: str | None) -> ir.Value:
     """div.Tensor_mode(Tensor self, Tensor other, *, str? rounding_mode) -> Tensor"""
     if rounding_mode == "floor":
         return floor_divide(op, self, other)
-    _refuse_zero(op, self, other)
-    quotient = op.Div(self, scalar_like(op, other, self))  # of integers: truncated already
-    return quotient if rounding_mode is None else trunc(op, quotient)
+    dividend, divisor = operands(op, self, other)
+    _refuse_zero(op, dividend, other)
+    if rounding_mode is None or is_float(dividend):
+        quotient = op.Div(dividend, divisor)
+        return quotient if rounding_mode is None else trunc(op, quotient)
+    return _truncated(op, dividend, other)
 
 
 @register(aten.floor_divide.default, aten.floor_divide.Scalar, promote="output")
-def floor_divide(op: Any, self: ir.Value, other: Operand) -> ir.Value:
+def floor_divide(op: Any, self: Operand, other: Operand) -> ir.Value:
     """floor_divide(Tensor self, Tensor other) -> Tensor
 
-    (a - a mod b) / b, as PyTorch computes it: floor(a / b) is off by one where a / b rounds up to an integer.
+    By the rest, as PyTorch computes it: floor(a / b) is off by one where a / b rounds up to an integer.
     """
-    _refuse_zero(op, self, other)
-    divisor = scalar_like(op, other, self)
-    quotient = op.Div(op.Sub(self, remainder(op, self, other)), divisor)
-    if not is_float(self):
-        return quotient
-    quotient = op.Round(quotient)
+    dividend, divisor = operands(op, self, other)
+    _refuse_zero(op, dividend, other)
+    if not is_float(dividend):
+        quotient = _truncated(op, dividend, other)
+        return op.Sub(quotient, op.Cast(_is_beyond(op, _rest(op, dividend, other, quotient), divisor, other), to=dividend.dtype))
+    rest = op.Mod(dividend, divisor, fmod=1)
+    beyond = op.Cast(_is_beyond(op, rest, divisor, other), to=dividend.dtype)
+    quotient = op.Round(op.Sub(op.Div(op.Sub(dividend, rest), divisor), beyond))
     if not isinstance(other, ir.Value) and other != 0:
         return quotient
-    return op.Where(op.Equal(divisor, scalar_like(op, 0.0, self)), op.Div(self, divisor), quotient)
+    return op.Where(op.Equal(divisor, scalar_like(op, 0.0, divisor)), op.Div(dividend, divisor), quotient)
 
 
-@register(aten.remainder.Tensor, aten.remainder.Scalar, promote="output")
-def remainder(op: Any, self: ir.Value, other: Operand) -> ir.Value:
-    """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
-    _refuse_zero(op, self, other)
-    divisor = scalar_like(op, other, self)
-    if not is_float(self):
-        return op.Mod(self, divisor)
-    rest = op.Mod(self, divisor, fmod=1)
-    zero = scalar_like(op, 0.0, self)
+def _truncated(op: Any, dividend: ir.Value, other: Operand) -> ir.Value:
+    """Integers divided, rounded towards 0. The least one by -1 would end the process."""
+    return op.Neg(dividend) if isinstance(other, int) and other == -1 else op.Div(dividend, scalar_like(op, other, dividend))
+
+
+def _rest(op: Any, dividend: ir.Value, other: Operand, quotient: ir.Value) -> ir.Value:
+    return op.Sub(dividend, op.Mul(quotient, scalar_like(op, other, dividend)))
+
+
+def _is_beyond(op: Any, rest: ir.Value, divisor: ir.Value, other: Operand) -> ir.Value:
+    """Whether a rest of a division that is rounded towards 0 has the other sign than the divisor (which is `other`, if that is a number)."""
+    zero = scalar_like(op, 0, rest)
     if not isinstance(other, ir.Value):
-        outside = op.Less(rest, zero) if other >= 0 else op.Greater(rest, zero)
-    else:
-        outside = op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
-    return op.Where(outside, op.Add(rest, divisor), rest)
+        return op.Less(rest, zero) if other >= 0 else op.Greater(rest, zero)
+    return op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
 
 
-@register(aten.remainder.Scalar_Tensor, promote="output")
+@register(aten.remainder.Tensor, aten.remainder.Scalar, promote="inputs")
+def remainder(op: Any, self: Operand, other: Operand) -> ir.Value:
+    """remainder.Tensor(Tensor self, Tensor other) -> Tensor"""
+    dividend, divisor = operands(op, self, other)
+    _refuse_zero(op, dividend, other)
+    if not is_float(dividend):
+        return op.Sub(dividend, dividend) if isinstance(other, int) and other == -1 else op.Mod(dividend, divisor)
+    rest = op.Mod(dividend, divisor, fmod=1)
+    return op.Where(_is_beyond(op, rest, divisor, other), op.Add(rest, divisor), rest)
+
+
+@register(aten.remainder.Scalar_Tensor, promote="inputs")
 def remainder_of_scalar(op: Any, self: Operand, other: ir.Value) -> ir.Value:
     """remainder.Scalar_Tensor(Scalar self, Tensor other) -> Tensor"""
-    return remainder(op, scalar_like(op, self, other), other)
+    return remainder(op, self, other)
 
 
-@register(aten.fmod.Tensor, aten.fmod.Scalar, promote="output")
-def fmod(op: Any, self: ir.Value, other: Operand) -> ir.Value:
-    """fmod.Tensor(Tensor self, Tensor other) -> Tensor"""
-    _refuse_zero(op, self, other)
-    return op.Mod(self, scalar_like(op, other, self), fmod=1)
+@register(aten.fmod.Tensor, aten.fmod.Scalar, promote="inputs")
+def fmod(op: Any, self: Operand, other: Operand) -> ir.Value:
+    """fmod.Tensor(Tensor self, Tensor other) -> Tensor
+
+    Of integers by the quotient: ONNX Runtime's kernel takes them through float64.
+    """
+    dividend, divisor = operands(op, self, other)
+    _refuse_zero(op, dividend, other)
+    if is_float(dividend):
+        return op.Mod(dividend, divisor, fmod=1)
+    return _rest(op, dividend, other, _truncated(op, dividend, other))
 
 
 # -- dtypes

@@ -19,6 +19,7 @@ from ort_backend.lowering.registry import Unsupported, register
 aten = torch.ops.aten
 
 Dims = int | Sequence[int] | None
+Correction = int | float | ir.Value | None
 
 
 def _reduce(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
@@ -285,24 +286,31 @@ def all_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -
 # -- statistics and norms
 
 
-def _variance(op: Any, value: ir.Value, dim: Dims, correction: int | float | None, keepdim: bool) -> tuple[ir.Value, ir.Value]:
-    """Variance and mean, the mean with its reduced axes kept."""
+def _variance(op: Any, value: ir.Value, dim: Dims, correction: Correction, keepdim: bool) -> tuple[ir.Value, ir.Value]:
+    """Variance and mean, the mean with its reduced axes kept.
+
+    Of the differences from the first element: of equal ones it is 0, where the rounded mean of many 0.1 is not 0.1, and the gradient of a deviation
+    of 1e-8 would be anything.
+    """
     at = axes(value, dim)
+    if at:
+        first = op.Slice(value, int64s(op, [0] * len(at)), int64s(op, [1] * len(at)), int64s(op, at))
+        value = _typed(op.Sub(value, first), value)
     mean = _reduce(op, "ReduceMean", value, at, True)
     centred = _typed(op.Sub(value, mean), value)
     count = _count(op, value, at)
-    freedom = op.Max(op.Sub(count, scalar_like(op, 1.0 if correction is None else float(correction), value)), scalar_like(op, 0.0, value))
-    return op.Div(_reduce(op, "ReduceSumSquare", centred, at, keepdim), freedom), mean
+    freedom = op.Max(op.Sub(count, scalar_like(op, 1.0 if correction is None else correction, value)), scalar_like(op, 0.0, value))
+    return op.Div(_reduce(op, "ReduceSumSquare", centred, at, keepdim), freedom), op.Add(mean, first) if at else mean
 
 
 @register(aten.var.correction)
-def var(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> ir.Value:
+def var(op: Any, self: ir.Value, dim: Dims = None, correction: Correction = None, keepdim: bool = False) -> ir.Value:
     """var.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     return _variance(op, self, dim, correction, keepdim)[0]
 
 
 @register(aten.std.correction)
-def std(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> ir.Value:
+def std(op: Any, self: ir.Value, dim: Dims = None, correction: Correction = None, keepdim: bool = False) -> ir.Value:
     """std.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> Tensor"""
     return op.Sqrt(_variance(op, self, dim, correction, keepdim)[0])
 
@@ -312,14 +320,14 @@ def _with_mean(op: Any, value: ir.Value, dim: Dims, mean: ir.Value, keepdim: boo
 
 
 @register(aten.var_mean.correction)
-def var_mean(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
+def var_mean(op: Any, self: ir.Value, dim: Dims = None, correction: Correction = None, keepdim: bool = False) -> Sequence[ir.Value]:
     """var_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _variance(op, self, dim, correction, keepdim)
     return variance, _with_mean(op, self, dim, mean, keepdim)
 
 
 @register(aten.std_mean.correction)
-def std_mean(op: Any, self: ir.Value, dim: Dims = None, correction: int | float | None = None, keepdim: bool = False) -> Sequence[ir.Value]:
+def std_mean(op: Any, self: ir.Value, dim: Dims = None, correction: Correction = None, keepdim: bool = False) -> Sequence[ir.Value]:
     """std_mean.correction(Tensor self, int[1]? dim=None, *, Scalar? correction=None, bool keepdim=False) -> (Tensor, Tensor)"""
     variance, mean = _variance(op, self, dim, correction, keepdim)
     return op.Sqrt(variance), _with_mean(op, self, dim, mean, keepdim)

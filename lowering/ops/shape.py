@@ -189,6 +189,8 @@ def roll(op: Any, self: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = 
     if not dims:
         if rank(self) == 1:
             return roll(op, self, shifts, [0])
+        if self.shape is not None and 0 in self.shape:
+            return self
         flat = op.Reshape(self, int64s(op, [-1]))
         return op.Reshape(_rolled(op, flat, shifts[0], element_count(op, self), 0), op.Shape(self))
     for shift, dim in zip(shifts, dims):

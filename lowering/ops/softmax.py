@@ -55,8 +55,20 @@ def softmax_backward(op, grad_output, output, dim, input_dtype):
 
 @register(aten._log_softmax.default, promote="output")
 def log_softmax(op, self, dim, half_to_float):
-    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(op, lambda x: op.LogSoftmax(x, axis=dim), self)
+    """_log_softmax(Tensor self, int dim, bool half_to_float) -> Tensor
+
+    ONNX Runtime's kernel of float64 passes over NaN, and over infinities.
+    """
+
+    def write(x: ir.Value) -> ir.Value:
+        if x.dtype != ir.DataType.DOUBLE:
+            return op.LogSoftmax(x, axis=dim)
+        at = int64s(op, [dim])
+        highest = op.ReduceMax(x, at, keepdims=1)
+        shifted = op.Sub(x, highest)
+        return op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), at, keepdims=1)))
+
+    return _along(op, write, self)
 
 
 @register(aten._log_softmax_backward_data.default)

@@ -11,6 +11,7 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.dtypes import to_torch
 from ort_backend.lowering.ops.reduction import nan_at
 from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector
@@ -26,8 +27,9 @@ def _top(op: Any, value: ir.Value, k: Size, at: int, *, largest: bool, ordered: 
     assert value.dtype is not None
     if not value.dtype.is_floating_point():
         return op.TopK(value, as_vector(op, [k]), axis=at, largest=int(largest), sorted=int(ordered), _outputs=2)
-    # PyTorch takes NaN as the largest number, and ONNX Runtime's kernel compares it as it comes.
-    ordered_by = op.Where(op.IsNaN(value), scalar_like(op, math.inf, value), value)
+    # PyTorch takes NaN as the largest number, behind infinity, and ONNX Runtime's kernel compares it as it comes.
+    finite = op.Min(value, scalar_like(op, torch.finfo(to_torch(value.dtype)).max, value))
+    ordered_by = op.Where(op.IsNaN(value), scalar_like(op, math.inf, value), finite)
     _, index = op.TopK(ordered_by, as_vector(op, [k]), axis=at, largest=int(largest), sorted=int(ordered), _outputs=2)
     return op.GatherElements(value, index, axis=at), index
 

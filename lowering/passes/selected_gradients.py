@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.autograd_function import BACKWARD
+
 aten = torch.ops.aten
+
+# In a node's metadata: that zeros are to be selected there.
+SELECTS = "ort_training_selects"
 
 # Each with a writer of where it is flat, of its arguments behind the gradient.
 _FLAT: dict[Any, Callable[..., fx.Node]] = {
@@ -39,20 +44,25 @@ _SINGULAR = {
 }  # fmt: skip
 _QUOTIENTS = {aten.div.Tensor, aten.div.Tensor_mode, operator.truediv}
 _NUMBERS = {aten.abs.default, aten.where.ScalarSelf}  # what `_select` writes that is not of bools
+_KNOWN = {"aten", "prims", "ort_training"}
 _FURTHEST = 200  # nodes
 
 
-def select_gradients(graph: fx.Graph, *, everywhere: bool) -> int:
-    """Selects, in place, zeros where such a function is flat.
+def mark_gradients(graph: fx.Graph, *, everywhere: bool = False) -> None:
+    """Marks the gradients of such functions where what arrives may be infinite.
 
     Args:
-        graph: A backward, or a forward with its backward.
-        everywhere: Whether also where nothing tells that what arrives may be infinite: for a backward that does not see its forward.
-
-    Returns:
-        How many gradients are selected.
+        graph: A forward with its backward; or a graph without gradients, which may be a backward.
+        everywhere: All of them: for a backward that does not see its forward.
     """
-    chosen = [node for node in graph.nodes if node.target in _FLAT and (everywhere or _may_be_infinite(node.args[0]))]
+    for node in graph.nodes:
+        if node.target in _FLAT and (everywhere or _may_be_infinite(node.args[0])):
+            node.meta[SELECTS] = True
+
+
+def select_gradients(graph: fx.Graph, by_itself: Callable[[fx.Node], bool] = lambda node: False) -> int:
+    """Selects, in place, zeros where a marked gradient is flat, unless the node does so `by_itself`; returns how many it selected."""
+    chosen = [node for node in graph.nodes if node.target in _FLAT and node.meta.get(SELECTS) and not by_itself(node)]
     for node in chosen:
         _select(graph, node)
     return len(chosen)
@@ -61,15 +71,22 @@ def select_gradients(graph: fx.Graph, *, everywhere: bool) -> int:
 def _may_be_infinite(gradient: Any) -> bool:
     seen: set[fx.Node] = set()
     ahead = [gradient]
-    while ahead and len(seen) < _FURTHEST:
+    while ahead:
         node = ahead.pop()
         if node in seen or node.target in _MIXING:
             continue
-        if _is_singular(node):
+        if _is_singular(node) or _is_from_outside(node) or len(seen) == _FURTHEST:
             return True
         seen.add(node)
         ahead.extend(node.all_input_nodes)
     return False
+
+
+def _is_from_outside(node: fx.Node) -> bool:
+    """Whether a program computes it: the tangent of a result that is not one number, what a user's Function or operator returns."""
+    if node.op == "placeholder" and node.name.startswith("tangents"):
+        return getattr(node.meta.get("val"), "numel", lambda: 1)() != 1
+    return node.target is BACKWARD or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN)
 
 
 def _is_singular(node: fx.Node) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import onnx_ir as ir
 import pytest
 import torch
-from behaviours.check import call, same_as_eager
+from behaviours.check import call, compiled, on_ort, same_as_eager
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -42,3 +44,55 @@ def test_no_gradient_of_what_is_flat(flat: Callable[[torch.Tensor], torch.Tensor
     for mine, theirs in zip(step(x), function(x), strict=True):
         (actual,), (expected,) = (torch.autograd.grad(one.sum(), x, retain_graph=True) for one in (mine, theirs))
         torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [8, 20_000])
+@pytest.mark.parametrize("flat", FLAT)
+def test_what_is_steep_may_lie_outside(flat: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    """Above 16,384 elements PyTorch's kernel selects."""
+    x = torch.linspace(-5.0, 9.0, size).round(decimals=1).requires_grad_()
+    with on_ort(graphs=1, python_ops=()):
+        for run in (flat, compiled(flat)):
+            for steep in (torch.sqrt, torch.rsqrt, lambda y: y.pow(0.5)):
+                (gradient,) = torch.autograd.grad(steep(run(x)).sum(), x)
+                if run is flat:
+                    expected = gradient
+                    continue
+                (expected,) = torch.autograd.grad(steep(flat(x)).sum(), x)
+                torch.testing.assert_close(gradient, expected, equal_nan=True)
+
+
+def test_products_in_between_need_no_selection() -> None:
+    """A convolution or a linear layer makes NaN of infinity in eager PyTorch as well: nothing is selected behind one."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    seen: list[bool] = []
+
+    def look(graph: ir.Model) -> None:
+        seen.append(any(node.op_type == "Where" for node in graph.graph))
+
+    x = torch.randn(3, 4)
+    compiled(model, options={"onnx_passes": (look,)})(x).sum().backward()
+    compiled(nn.Sequential(*model, nn.ReLU()), options={"onnx_passes": (look,)})(x).sum().backward()
+    assert (any(seen[: len(seen) // 2]), any(seen[len(seen) // 2 :])) == (False, True)
+
+
+def test_missing_labels_behind_an_absolute_loss() -> None:
+    labels = torch.tensor([1.0, torch.nan, -2.0, torch.nan, 0.5])
+    for loss in (
+        lambda y: torch.where(labels.isnan(), 0.0, F.l1_loss(y, labels, reduction="none")).mean(),
+        lambda y: F.l1_loss(y, labels, reduction="none").nanmean(),
+        lambda y: F.smooth_l1_loss(y, labels, reduction="none", beta=0.0).nansum(),
+    ):
+        same_as_eager(loss, call(torch.randn(5, requires_grad=True)), graphs=1)
+
+
+@pytest.mark.parametrize(
+    "take", [lambda x, at: torch.narrow(x, 0, at, 2), lambda x, at: x[at.item()], lambda x, at: torch.tensor_split(x, at[None])[1]]
+)
+def test_a_view_whose_place_is_computed(take: Callable[..., torch.Tensor]) -> None:
+    x, at = torch.arange(20.0).reshape(4, 5), torch.tensor(2)
+    with on_ort(graphs=1, python_ops=None):
+        result = compiled(take)(x, at)
+        torch.testing.assert_close(result, take(x, at))
+        result.zero_()
+    assert x[2].sum() == 0 and x[0].sum() == 10

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.harness import check
+from ops.harness import check, lower, run, trace
 
 aten = torch.ops.aten
 nan, inf = math.nan, math.inf
@@ -79,10 +79,85 @@ def test_booleans_of_two(name: str) -> None:
 @pytest.mark.parametrize("name", words("add sub mul div remainder fmod floor_divide eq ne lt ge"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8], ids=str)
 def test_tensor_and_number(name: str, number: float, dtype: torch.dtype) -> None:
-    if dtype == torch.uint8 and isinstance(number, int):
-        number = abs(number)  # PyTorch wraps a negative one before it divides
     given = torch.tensor([0, 1, 2, 5, 7, 250], dtype=dtype)
     check(lambda t: getattr(torch, name)(t, number), given)
+
+
+@pytest.mark.parametrize("number", [-1e9, -1e4, 0.1, 0.3, 257.0])
+@pytest.mark.parametrize("name", words("eq ne lt ge remainder fmod floor_divide"))
+def test_numbers_that_half_precision_has_not(name: str, number: float) -> None:
+    """PyTorch rounds the number first."""
+    given = torch.tensor([-1e9, -1e4, 0.1, 0.3, 257.0])
+    check(lambda t: getattr(torch, name)(t.bfloat16(), number).float(), given)
+    check(lambda t, n: getattr(torch, name)(t.bfloat16(), n).float(), given, torch.tensor(number))
+
+
+def test_integers_are_rounded_to_half_precision() -> None:
+    factors = torch.rand(39, generator=torch.Generator().manual_seed(0))
+    check(lambda a, b: (a * b.bfloat16()).float(), torch.arange(0, 3000, 77), factors)
+
+
+@pytest.mark.parametrize("number", [-1, 300, -300])
+@pytest.mark.parametrize("name", words("eq ne lt ge clamp floor_divide remainder"))
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
+def test_numbers_that_wrap(name: str, number: int, dtype: torch.dtype) -> None:
+    if name == "clamp" and abs(number) > torch.iinfo(dtype).max:
+        pytest.skip("an error of PyTorch's")
+    given = torch.tensor([0, 1, 100, -1]).to(dtype)
+    if torch.tensor(number).to(dtype) == -1 and name in ("floor_divide", "remainder"):
+        given = given[:3]
+    check(lambda t: getattr(torch, name)(t, number), given)
+
+
+_NARROWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t.bool(), torch.all, torch.any, torch.logical_not, torch.count_nonzero, lambda t: torch.logical_and(t, t), lambda t: t.nonzero().sum(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", _NARROWS)
+def test_what_is_0_in_a_narrow_dtype_is_false(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    check(lambda t: function(t + 1), torch.tensor([254, 255, 7], dtype=torch.uint8))
+    check(lambda t: function(t * t), torch.tensor([1e-5, 1e-2, 1.0]).half())
+
+
+@pytest.mark.parametrize("divisor", [7, -7, 1, -1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_large_integers_are_divided_exactly(dtype: torch.dtype, divisor: int) -> None:
+    limits = torch.iinfo(dtype)
+    given = torch.tensor([limits.min, limits.min + 1, -(2**30) - 1, -8, 0, 8, limits.max - 1, limits.max], dtype=dtype)
+    for name in ("floor_divide", "remainder", "fmod"):
+        check(lambda t, name=name: getattr(torch, name)(t, divisor), given)
+    check(lambda t: torch.div(t, divisor, rounding_mode="trunc"), given[1:])  # PyTorch's own ends the process at the least by -1
+
+
+def test_a_number_over_a_tensor() -> None:
+    check(lambda t: 100 // t, torch.tensor([1.5, -2.0, 3.0, inf]))
+    check(lambda t: 100 % t, torch.tensor([1.5, -2.0, 3.0, inf]))
+    check(lambda t: torch.fmod(torch.tensor(100.0), t), torch.tensor([1.5, -2.0, 3.0]))
+
+
+def test_division_by_infinity_is_rounded_down() -> None:
+    check(lambda t: t // inf, torch.tensor([3.0, -3.0, 0.0]))
+    check(torch.floor_divide, torch.tensor([3.0, -3.0, 0.0, 3.0]), torch.tensor([-inf, inf, inf, inf]))
+
+
+@pytest.mark.parametrize("function", [torch.sign, torch.sgn])
+def test_sign_of_nan_is_0(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    check(function, odd())
+
+
+def test_lerp_ends_at_the_end() -> None:
+    start, end = torch.tensor([1e8, 1e30, 1.0]), torch.tensor([0.1, 1.0, 5.0])
+    for weight in (0.0, 0.4, 0.9, 1.0, -2.0):
+        check(lambda a, b, w=weight: torch.lerp(a, b, w), start, end)
+        check(lambda a, b, w=weight: torch.lerp(a, b, torch.tensor(w)), start, end)
+
+
+def test_softplus_vanishes_as_exp_does() -> None:
+    far = torch.tensor([-80.0, -40, -20, -16.6, -10, -1, 0, 1, 30])
+    for function in (lambda t: F.softplus(t).log(), lambda t: 1 / F.softplus(t, beta=2), lambda t: F.softplus(t.double()).log()):
+        check(function, far)
+    check(lambda t: aten.softplus_backward(torch.ones_like(t), t, 1, 20).log(), far)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 3, 0.5, -0.5, -1, -2, 2.7])
@@ -195,6 +270,48 @@ def test_reduction_of_a_scalar(name: str) -> None:
 def test_norms(order: float) -> None:
     check(lambda t: torch.linalg.vector_norm(t, order, dim=(0, 1)), torch.randn(3, 4, 5))
     check(lambda t: torch.linalg.vector_norm(t, order), torch.randn(3, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [0, 1, (0, 1)])
+def test_equal_elements_have_no_deviation(dim: Any, dtype: torch.dtype) -> None:
+    given = torch.full((37, 37), 0.1, dtype=dtype)
+    lowered = lower(trace(lambda t: (torch.std(t, dim), *torch.var_mean(t, dim)), [given]))
+    deviation, variance, mean = run(lowered, [given])
+    assert not deviation.any() and not variance.any()
+    torch.testing.assert_close(mean, torch.full_like(mean, 0.1))
+
+
+def test_a_correction_that_follows_a_size() -> None:
+    check(lambda t: torch.var(t, dim=1, correction=t.shape[1] // 2), torch.randn(3, 8), dynamic=True, other=[torch.randn(3, 10)])
+
+
+def test_logarithms_of_probabilities_of_nan_and_infinity_in_double_precision() -> None:
+    check(lambda t: torch.log_softmax(t, 1), odd().double())
+    check(lambda t: torch.log_softmax(t, 0), torch.randn(5, 3).double() * 100)
+
+
+def test_nan_is_larger_than_infinity() -> None:
+    given = torch.tensor([[inf, nan, 1.0, nan, inf, 2.0], [nan, inf, inf, 3.0, nan, inf]])
+    check(lambda t: torch.sort(t, stable=True).values, given)
+    check(lambda t: torch.sort(t, stable=True, descending=True).values, given)
+    check(lambda t: torch.topk(t, 2).values, given)
+    check(lambda t: torch.topk(t, 4, largest=False).values, given)
+    check(lambda t: torch.nanmedian(t, 1).values, given)
+
+
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+def test_scattered_extremes(reduce: str) -> None:
+    index = torch.tensor([0, 0, 1, 1, 2])
+    flags, start = torch.tensor([True, False, False, False, True]), torch.tensor([False, False, True])
+    numbers, with_nan = torch.tensor([1.0, 2.0, nan, 0.0, 1.0]), torch.tensor([nan, 1.0, 2.0])
+    check(lambda a, i, b: a.scatter_reduce(0, i, b, reduce), start, index, flags)
+    check(lambda a, i, b: a.scatter_reduce(0, i, b, reduce), with_nan, index, numbers)
+    check(lambda a, i, b: a.scatter_reduce(0, i, b, reduce, include_self=False), with_nan, index, numbers)
+
+
+def test_nothing_is_rolled() -> None:
+    check(lambda t: torch.roll(t, 1), torch.zeros(2, 0, 3))
 
 
 def test_variance_of_one() -> None:
