@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import threading
 import time
@@ -108,7 +107,7 @@ def ort_training(
 
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
-    return one.around(compiled, gm, eager_graph(gm))
+    return one.around(compiled, gm, example_inputs, eager_graph(gm))
 
 
 class _Compilation:
@@ -314,12 +313,12 @@ class _Compilation:
     def _passes(self) -> tuple[str, ...]:
         return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))
 
-    def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, eager: fx.GraphModule) -> Callable[..., Any]:
+    def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any], eager: fx.GraphModule) -> Callable[..., Any]:
         """AOTAutograd's callable as Dynamo is to call it."""
         call, training = watched(compiled, self._training), self._training
-        # AOTAutograd puts tensors that the graph holds in front of the arguments.
-        holds_tensors = any(True for _ in itertools.chain(gm.parameters(), gm.buffers()))
-        if self._direct is not None and training is not None and not (self._autocast or training.may_be_undefined or holds_tensors):
+        needs_autograd = self._autocast or training is None or training.may_be_undefined
+        if self._direct is not None and not needs_autograd and direct_call.takes_and_gives_plain_tensors(gm, example_inputs):
+            assert training is not None
             call = direct_call.direct(training, self._direct, call, self._has_backward.is_set)
         if self._content is not None and self._content.python_nodes:
             call = beside_python(call, eager, self._counts)

@@ -8,13 +8,16 @@ What only shows when a graph is called, as hooks on saved tensors, sends that ca
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import aot_module_simplified  # noqa: F401  (first: what follows imports nothing by itself)
+from torch import fx
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend import compiled_autograd
 from ort_backend.runtime.region_graph import RegionTraining
@@ -98,6 +101,22 @@ def _is_plain(metadata: Any) -> bool:
         return False
     subclasses = (*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta, *metadata.subclass_tangent_meta)
     return all(isinstance(one, int) or type(one).__name__ == "PlainTensorMeta" for one in subclasses)
+
+
+def takes_and_gives_plain_tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether AOTAutograd hands arguments to the compiled graph, and its results back, as they are.
+
+    Its metadata does not tell: where there are subclasses of tensors it is about their parts. And what Dynamo's graph holds comes first among the
+    arguments.
+    """
+    if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
+        return False
+    results = gm.graph.output_node().all_input_nodes
+    values = [*example_inputs, *(node.meta.get("example_value") for node in results)]
+    return all(type(one) in _PLAIN for one in values if isinstance(one, torch.Tensor))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def direct(

@@ -20,7 +20,7 @@ from torch import fx
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ort_backend import compiler
+from ort_backend import compiler, direct_call
 from ort_backend.lowering.function_site import SITES, TensorResult
 
 _run = fake_tensor.run_fallback_kernel
@@ -54,7 +54,9 @@ def as_on_cuda() -> Iterator[None]:
         return gm
 
     nothing = mock.patch.object(torch.cuda, "_lazy_init", lambda: None)  # some operators ask for it even of fake tensors
-    with nothing, mock.patch.object(fake_tensor, "run_fallback_kernel", _fallback), mock.patch.object(compiler, "aot_module_simplified", traced):
+    never_direct = mock.patch.object(direct_call, "direct", lambda training, plan, compiled, is_ready: compiled)
+    fallback = mock.patch.object(fake_tensor, "run_fallback_kernel", _fallback)
+    with nothing, never_direct, fallback, mock.patch.object(compiler, "aot_module_simplified", traced):
         yield
 
 
