@@ -332,11 +332,6 @@ class TrainingGraph:
             run.guard = weakref.ref(memory, lambda _: runs[key].rest())
         return torch.from_numpy(memory)
 
-    @property
-    def pending(self) -> int:
-        """Number of forwards whose outputs are alive."""
-        return len(self._runs)
-
 
 def _random_state() -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
