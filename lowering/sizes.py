@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def evaluator(numbers: Sequence[int | torch.SymInt], placeholders: Sequence[fx.N
     return eval(f"lambda args: ({', '.join(code)},)", _NAMES)
 
 
-_NAMES: dict[str, Any] = {"math": __import__("math"), "min": min, "max": max, "abs": abs, "round": round}
+# What PyTorch's printer of expressions writes: `torch` for roots and for integers as floats.
+_NAMES: dict[str, Any] = {"math": math, "torch": torch, "min": min, "max": max, "abs": abs, "round": round}
 
 
 def _symbolic(number: Any) -> bool:

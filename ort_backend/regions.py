@@ -31,6 +31,7 @@ from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
+from ort_backend.lowering.passes.recompute import forget_averages, forget_averages_again, keep_what_runs_once
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
@@ -73,14 +74,23 @@ class Halves:
     tangent_outputs: tuple[int, ...] | None
 
 
+_LEAST_BUDGET = 1e-9
+
+
 def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any]) -> Halves:
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     drop_known_masks(joint.graph)
     mark_gradients(joint.graph)
-    with torch._functorch.config.patch(cse=torch._functorch.config.cse and not _has_draws_to_merge(joint.graph)):
+    keep_what_runs_once(joint.graph)
+    forget_averages(joint.graph)
+    settings = torch._functorch.config
+    # A budget of exactly 0 would keep nothing, draws neither.
+    budget = max(settings.activation_memory_budget, _LEAST_BUDGET)
+    with settings.patch(cse=settings.cse and not _has_draws_to_merge(joint.graph), activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    forget_averages_again(forward, backward, num_fwd_outputs)
     save_bases(forward, backward, num_fwd_outputs)
     lay_out(forward, backward, num_fwd_outputs)
     return Halves(forward, backward, places)

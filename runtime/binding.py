@@ -198,7 +198,7 @@ def outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
     if dtype is None:
         return torch.Tensor.item
     if dtype.is_complex:
-        return lambda tensor: _permuted(torch.view_as_complex(tensor), order).detach()
+        return lambda tensor: _permuted(torch.view_as_complex(_with_strides(tensor)), order).detach()
     if carried(dtype) is not dtype:
         return lambda tensor: _permuted(tensor.view(dtype), order).detach()
     return None if order is None else lambda tensor: tensor.permute(order).detach()

@@ -21,6 +21,7 @@ from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
 from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.passes.saved_views import drop_unread
 
 aten = torch.ops.aten
 
@@ -43,10 +44,7 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
         The number of nodes that the backward computes again.
     """
     graph = module.graph
-    held = _held_by_functions(graph)
-    for node in graph.nodes:
-        if "recompute" in node.meta and (node in held or not _may_run_twice(node)):
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    held = keep_what_runs_once(graph)
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = [node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)]
     forward = ancestors(list(outputs))
@@ -55,16 +53,46 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
-    _forget_averages(graph)
+    forget_averages(graph)
     chosen = [node for node in graph.nodes if node.name in names and _is_tensor(node) and _may_run_twice(node) and node not in held]
     return _Copies(graph, forward, chosen).write()
 
 
-def _forget_averages(graph: fx.Graph) -> None:
+def keep_what_runs_once(graph: fx.Graph) -> set[fx.Node]:
+    """Tells the partitioner to keep what must not be computed again: draws, users' Functions and what these refer to, effects.
+
+    Returns:
+        What users' Functions refer to.
+    """
+    held = _held_by_functions(graph)
+    budget = has_budget(graph)
+    for node in graph.nodes:
+        if ("recompute" in node.meta and (node in held or not _may_run_twice(node))) or (budget and _is_drawn(node)):
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    return held
+
+
+def forget_averages(graph: fx.Graph) -> None:
     """Takes BatchNorm's running averages from its backward in training, where it has no use for them."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7]:  # train
             node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def forget_averages_again(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Takes BatchNorm's running averages from what a backward half computes again, and from what is saved for it. They have changed by then."""
+    again = [node for node in backward.graph.nodes if _without_averages(node)]
+    if again:
+        drop_unread(forward, backward, num_fwd_outputs)
+
+
+def _without_averages(node: fx.Node) -> bool:
+    """Makes a BatchNorm that also updates averages one that does not; returns whether it was one."""
+    if node.target is not _BATCH_NORM or not node.args[_TRAINING]:
+        return False
+    node.target, node.args = aten._native_batch_norm_legit.no_stats, (*node.args[:3], *node.args[_TRAINING:])
+    node.meta["val"] = node.meta["val"][:3]
+    return True
 
 
 def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
@@ -87,11 +115,20 @@ def has_budget(graph: fx.Graph) -> bool:
 
 def _may_run_twice(node: fx.Node) -> bool:
     """Whether a second run gives the same and has no effect: not so for draws, users' own Python, and what is kept for its order."""
-    source: Any = node
-    while source.target is operator.getitem:
-        source = source.args[0]
+    source = _maker(node)
     once = source.target in (FORWARD, BACKWARD) or is_random(source) or is_collective(source) or has_effect(source)
     return source.op == "call_function" and not once
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    return is_random(_maker(node))
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The node itself, or the one whose results it is one of."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -162,9 +199,7 @@ class _Copies:
                 swap[kept] = self._behind(kept, self._gradient(self._needed_by[node]))
                 distinct = True
         made = self._graph.node_copy(node, lambda source: swap.get(self._now(source), self._now(source)))
-        if node.target is _BATCH_NORM and made.args[_TRAINING]:
-            made.target, made.args = aten._native_batch_norm_legit.no_stats, (*made.args[:3], *made.args[_TRAINING:])
-            made.meta["val"] = node.meta["val"][:3]
+        _without_averages(made)
         if distinct:
             self._distinct.add(made)
         return made

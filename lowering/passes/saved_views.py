@@ -54,11 +54,23 @@ def lay_out(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: 
         return
     results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     seen = {root(node) for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)}
-    arriving = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    arriving = {node.target: node for node in backward.graph.nodes if node.op == "placeholder"}  # whose name is another where one is computed again
     for node in results[num_fwd_outputs:]:
         fake = node.meta.get("val")
         if isinstance(fake, torch.Tensor) and node.op == "call_function" and root(node) is node and node not in seen and not fake.is_contiguous():
             node.meta["val"] = arriving[node.name].meta["val"] = torch.empty_like(fake, memory_format=torch.contiguous_format)
+
+
+def drop_unread(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Saves nothing for a backward that it does not read."""
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    arriving = {node.target: node for node in backward.graph.nodes if node.op == "placeholder"}
+    unread = [node for node in results[num_fwd_outputs:] if isinstance(node.meta.get("val"), torch.Tensor) and not arriving[node.name].users]
+    for node in unread:
+        backward.graph.erase_node(arriving[node.name])
+    _save(forward.graph, results[:num_fwd_outputs], [node for node in results[num_fwd_outputs:] if node not in unread])
+    forward.recompile()
+    backward.recompile()
 
 
 def _chain(node: fx.Node, arriving: dict[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -88,7 +88,7 @@ def test_changing_batches(x: torch.Tensor) -> None:
 
 def test_a_memory_budget(x: torch.Tensor) -> None:
     kept = []
-    for budget in (1.0, 0.5, 0.1):
+    for budget in (1.0, 0.5, 0.0):
         torch._dynamo.reset()
         with torch._functorch.config.patch(activation_memory_budget=budget):
             kept.append(_kept(Net(), x))
@@ -114,8 +114,8 @@ def test_a_memory_budget_beside_an_operator_without_a_result() -> None:
 def test_onnx_runtime_does_not_merge_what_is_computed_again(x: torch.Tensor, reentrant: bool | None, tmp_path: Path) -> None:
     net = Net(reentrant=reentrant)
     _kept(net, x, dump_dir=str(tmp_path))
-    optimized = onnx.load(next(tmp_path.rglob("*optimized*.onnx")))
-    count = Counter(node.op_type for node in optimized.graph.node)["LayerNormalization"]
+    optimized = [onnx.load(path) for path in tmp_path.rglob("*optimized*.onnx")]
+    count = Counter(node.op_type for model in optimized for node in model.graph.node)["LayerNormalization"]
     assert count == len(net.blocks) * (1 if reentrant is None else 2)
 
 
