@@ -105,6 +105,12 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
     return max(math.prod(map(hint, shape)) for shape in shapes) >= IN_STEPS[node.target]
 
 
+def slow_as_products(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether a Fourier transform takes ONNX Runtime, which writes it as products with matrices, longer than PyTorch's kernel takes."""
+    is_choice = target.kernels != "onnxruntime" and target.device_type == "cpu"
+    return is_choice and node.target in _TRANSFORMS and _large_transform(node) is not None
+
+
 def _is_grouped(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
 

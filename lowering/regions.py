@@ -20,7 +20,7 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import slow_in_steps
+from ort_backend.lowering.kernel_choice import slow_as_products, slow_in_steps
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -187,8 +187,9 @@ def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str |
 
 
 def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
-    """Whether ONNX Runtime has operators to write a node with, but no kernel: a large convolution's backward, or what takes many steps."""
-    if slow_in_steps(node, target):
+    """Whether ONNX Runtime has operators to write a node with, but no kernel: a large convolution's backward, a long Fourier
+    transform, or what takes many steps."""
+    if slow_in_steps(node, target) or slow_as_products(node, target):
         return True
     if node.target is not aten.convolution_backward.default or "com.microsoft::ConvGrad" in target.contrib_ops:
         return False

@@ -17,6 +17,7 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import decompositions, registry
 from ort_backend.lowering.complex_numbers import has_complex, is_complex
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.provenance import operator_name
 from ort_backend.operator_database import operators, samples
@@ -247,6 +248,8 @@ def _lowered(node: fx.Node, target: OrtTarget) -> tuple[str | None, set[str]]:
             if source is not node:
                 lowering.add_input(source, source.name)
         lowering.run([node])
+    except NotOnOrt as refusal:
+        return refusal.reason, set()
     except LoweringError as error:
         return str(error).splitlines()[0], set()
     if lowering.outside:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviours.check import single_session
 from ops.trained import check_training, needs_grad
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_over
@@ -90,6 +91,7 @@ def test_associative_scan_is_taken_apart() -> None:
     check_training(lambda rows: associative_scan(lambda a, b: a * b, rows, 0, combine_mode="generic"), torch.randn(5, 3))
 
 
+@single_session
 def test_one_node_each_way() -> None:
     torch._dynamo.reset()
     graph_report.clear()

@@ -94,7 +94,7 @@ def test_large_transforms_run_where_they_are_faster() -> None:
         x = torch.randn(64, 2048)
         compiled = torch.compile(lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2), backend="ort_training", options=options)
         torch.testing.assert_close(compiled(x), x * 2, rtol=1e-4, atol=1e-4)
-        return {one.operator for one in ort_backend.report().graphs[-1].outside}
+        return {one.operator for one in ort_backend.report().graphs[-1].outside if "fft" in one.operator}
 
     assert outside() == {"aten::_fft_r2c", "aten::_fft_c2r"}
     assert outside(kernels="onnxruntime") == set()

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ort_backend.runtime import capabilities
+
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_no_gradient_kernel_that_writes_past_its_output(dims: int, tmp_path: Path) -> None:
@@ -22,6 +24,8 @@ def test_no_gradient_kernel_that_writes_past_its_output(dims: int, tmp_path: Pat
     got = torch.autograd.grad(compiled(x), leaves, seed)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    if not capabilities.has_training():  # no ConvGrad at all
+        return
     (path,) = (path for path in tmp_path.glob("*.onnx") if "optimized" not in path.name)
     graph = onnx.load(path).graph
     shapes = {value.name: len(value.type.tensor_type.shape.dim) for value in (*graph.input, *graph.value_info, *graph.output)}

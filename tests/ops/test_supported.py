@@ -28,7 +28,9 @@ def test_an_operator_and_its_gradient_with_their_kernels(capsys: pytest.CaptureF
     found = rows(capsys, "--operator", "aten::_softmax")
     assert set(found) == {"aten::_softmax", "aten::_softmax_backward_data"}
     forward, backward = found["aten::_softmax"], found["aten::_softmax_backward_data"]
-    assert "Softmax" in forward["kernels"] and "com.microsoft::SoftmaxGrad_13" in backward["kernels"]
+    assert "Softmax" in forward["kernels"]
+    gradient = {"com.microsoft::SoftmaxGrad_13"} if capabilities.has_training() else {"Mul", "Sub", "ReduceSum"}
+    assert gradient <= set(backward["kernels"])
     assert {"float32", "float64", "float16", "bfloat16"} <= set(forward["dtypes"])
     assert forward["outside"] == {} and forward["sampled"]
 

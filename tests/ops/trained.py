@@ -11,6 +11,10 @@ from torch.utils import _pytree as pytree
 from torch_version import MORE_IS_SYMBOLIC, TORCH
 
 from ort_backend import graph_report
+from ort_backend.lowering.regions import SLOWER, TOO_SMALL
+from ort_backend.runtime import capabilities
+
+BETWEEN_SESSIONS = (TOO_SMALL, SLOWER)  # why, with the plain onnxruntime, an operator runs in PyTorch although it could run in a session
 
 
 def needs_grad(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -52,7 +56,11 @@ def check_training(
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, equal_nan=True)
     graphs = graph_report.report().graphs
     assert sum(graph.onnx_nodes for graph in graphs) > 0
-    assert sorted({one.operator for graph in graphs for one in graph.outside}) == sorted(outside)
+    ran_outside = {one.operator for graph in graphs for one in graph.outside if one.reason not in BETWEEN_SESSIONS}
+    if capabilities.has_training():
+        assert sorted(ran_outside) == sorted(outside)
+    else:  # where PyTorch's kernel being the faster one is no reason to end a session
+        assert ran_outside <= set(outside)
     if dynamic and len(graphs) != 1:
         allowed = 1 if TORCH >= MORE_IS_SYMBOLIC else _graphs_of_aot_eager(copied, (inputs, *others))
         assert len(graphs) <= allowed, "compiled again for other sizes"
