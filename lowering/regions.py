@@ -188,7 +188,8 @@ def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str |
 
 def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
     """Whether ONNX Runtime has operators to write a node with, but no kernel: a large convolution's backward, a long Fourier
-    transform, or what takes many steps."""
+    transform, or what takes many steps.
+    """
     if slow_in_steps(node, target) or slow_as_products(node, target):
         return True
     if node.target is not aten.convolution_backward.default or "com.microsoft::ConvGrad" in target.contrib_ops:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ def direct(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
             results, saved, ctx.run = start(args)
+            ctx.inner = [weakref.ref(one) for one in args if isinstance(one, torch.Tensor) and one.grad_fn is not None]
             results = [_no_view(one) for one in results]  # autograd forbids to write to a view that a Function returns
             ctx.save_for_backward(*map(_no_view, saved))  # a view's place in autograd's graph would be kept alive
             if constant:
@@ -158,7 +160,9 @@ def direct(
             _check_backward(plan, tangents)
             saved = ctx.saved_tensors  # raises PyTorch's errors: for what was modified in place, and where it was freed
             if torch.is_grad_enabled():
-                return _Once.apply(lambda: resume(ctx.run, tangents, saved), torch.empty(0, requires_grad=True))
+                known = [*tangents, *saved, *(_sources(ctx) if training.is_differentiable else ())]
+                reached = [one for one in known if isinstance(one, torch.Tensor) and one.requires_grad]
+                return _Once.apply(lambda: resume(ctx.run, tangents, saved), *reached)
             ctx.maybe_clear_saved_tensors()
             return tuple(resume(ctx.run, tangents, saved))
 
@@ -198,11 +202,28 @@ def _check_backward(plan: DirectPlan, tangents: list[Any]) -> None:
             tangents[i] = AOTDispatchAutograd.process_runtime_tangent(tangent, plan.tangent_metadata[i])[0]
 
 
+def _sources(ctx: Any) -> list[Any]:
+    """The tensors that the graph's arguments come from: leaves, and those arguments that are none and still there."""
+    found = [argument() for argument in ctx.inner]
+    waiting = [source for source, _ in ctx.next_functions]
+    seen = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found.append(getattr(node, "variable", None))
+            waiting.extend(source for source, _ in node.next_functions)
+    return found
+
+
 class _Once(torch.autograd.Function):
-    """A backward under `create_graph=True`: its results say that they require gradients, and there are none."""
+    """A backward under `create_graph=True`: its results say that they require gradients, and asking for one is an error.
+
+    Autograd meets it on the way to every tensor that it is given.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[], Sequence[Any]], anchor: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: Callable[[], Sequence[Any]], *reached: torch.Tensor) -> tuple[Any, ...]:
         return tuple(run())
 
     @staticmethod

@@ -31,7 +31,7 @@ from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
-from ort_backend.lowering.passes.recompute import forget_averages, forget_averages_again, keep_what_runs_once
+from ort_backend.lowering.passes.recompute import forget_averages, forget_averages_again, keep_draws
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
@@ -83,7 +83,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     drop_known_masks(joint.graph)
     mark_gradients(joint.graph)
-    keep_what_runs_once(joint.graph)
+    keep_draws(joint.graph)
     forget_averages(joint.graph)
     settings = torch._functorch.config
     # A budget of exactly 0 would keep nothing, draws neither.

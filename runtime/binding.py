@@ -105,8 +105,8 @@ def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
             tensor = args[position]
             if convert is not None:
                 tensor = convert(tensor)
-            elif not tensor.is_contiguous():
-                tensor = tensor.contiguous()
+            elif tensor.is_neg() or not tensor.is_contiguous():
+                tensor = tensor.resolve_neg().contiguous()
             values.push_back(_to_dlpack(tensor), *beside)
         return values
 
@@ -123,7 +123,7 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
         convert = _inward(Input(one.position, dtype)) or torch.Tensor.contiguous
         return lambda tensor: convert(_with_strides(tensor))
     if dtype.is_complex:
-        return lambda tensor: torch.view_as_real(tensor.resolve_conj()).contiguous()
+        return lambda tensor: torch.view_as_real(tensor.resolve_conj().resolve_neg()).contiguous()
     if carried(dtype) is not dtype:
         return lambda tensor: tensor.contiguous().view(torch.uint8)
     return None

@@ -217,7 +217,7 @@ def _session(step: SessionStep, session: Session, index: int) -> Callable[[Value
             with session.running():
                 run(options, session.inputs, feed(values), session.outputs, fetches, devices)
         except ORT_ERRORS as error:
-            raise session.failure(error) from None
+            raise session.failure(error, values) from None
         for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):
             values[place] = value
 
@@ -251,6 +251,7 @@ class RegionTraining:
         self.watches = self.may_be_undefined = plan.tangent_outputs is not None and partial
         self.has_gradient = tuple(place is not None or value is not None for place, value in self._backward.results)
         self._outputs = plan.outputs
+        self.is_differentiable = len(plan.forward.results) > plan.outputs  # or the gradients depend on the tangents alone
 
     def start(self, args: Sequence[Any]) -> tuple[Values, Values, None]:
         """Runs the forward: the outputs; the saved values; and nothing else that `resume` would need."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
-import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +16,10 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.errors import OptionError, SessionError
+from ort_backend.errors import OptionError, OrtBackendError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
+from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 from ort_backend.runtime.result_memory import memory
 
@@ -129,7 +128,7 @@ class Program:
     @classmethod
     def of(cls, model: ir.Model, provider: str = CPU_PROVIDER) -> Program:
         """The program of a model for a provider; rewrites the model where ONNX Runtime's own kernel would lose precision."""
-        disabled = _harmful_optimizers(model)
+        disabled = harmful_optimizers(model)
         if provider == CPU_PROVIDER and layer_norm.cancels():
             layer_norm.take_means_off(model)
             disabled.extend(layer_norm.FUSIONS)
@@ -268,8 +267,12 @@ class Session:
                 arena.shrink()
                 memory.release()
 
-    def failure(self, error: Exception) -> BaseException:
-        """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
+    def failure(self, error: Exception, given: Sequence[Any] = ()) -> BaseException:
+        """What to raise for an error of a run over `given`: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
+        if any(isinstance(one, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(one) for one in given):
+            return OrtBackendError(
+                "a compiled graph takes no batch of gradients at once (is_grads_batched=True, or jacobian with vectorize=True): take one after the other"
+            )
         named = re.search(r"Name:'([^']+)'", str(error))
         where = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         return (
@@ -295,84 +298,3 @@ def _can_be_captured(model: ir.Model) -> bool:
     """Whether a CUDA graph of one run can be replayed for every other."""
     fixed = all(value.shape is not None and value.shape.is_static() and 0 not in value.shape for value in model.graph.inputs)
     return fixed and bool(model.graph.inputs) and {node.op_type for node in model.graph}.isdisjoint(_READ_BY_HOST)
-
-
-def _harmful_optimizers(model: ir.Model) -> list[str]:
-    """Graph optimizers of ONNX Runtime that break this graph.
-
-    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
-    MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
-    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
-    NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be (1.19.2).
-    ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
-    large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
-    the session is made, and free memory that is torch's.
-    FuseReluClip, which makes one Clip of a Relu and a Clip, knows no float64 (1.19.2).
-    DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
-    GatherToSliceFusion makes a Slice of a Gather of a Range. A range that falls to 0 ends at -1, the last element to a Slice, which then
-    takes nothing (1.19.2, 1.31.1). For CUDA it writes the limits on the device, from which the Slice copies them.
-    SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
-    backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
-    GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
-    """
-    products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
-    is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
-    harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
-    if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
-        harmful.append("QuickGeluFusion")
-    if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
-        harmful.append("FuseReluClip")
-    if any(node.op_type == "Div" for node in model.graph):
-        harmful.append("DivMulFusion")
-    if any(node.op_type == "Range" for node in model.graph):
-        harmful.append("GatherToSliceFusion")
-    if _has_empty_fill(model):
-        harmful.append("NoopElimination")
-    if _has_large_fill(model) or _folds_too_much(model):
-        harmful.append("ConstantFolding")
-    if _reads_statistics(model):
-        harmful.append("SkipLayerNormFusion")
-    if _has_activation_behind_yield(model):
-        harmful.append("GemmActivationFusion")
-    return harmful
-
-
-def _reads_statistics(model: ir.Model) -> bool:
-    """Whether something reads the mean or the deviation that a LayerNormalization has found."""
-    found = [value for node in model.graph if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
-    return any(value.uses() or value.is_graph_output() for value in found)
-
-
-def _has_activation_behind_yield(model: ir.Model) -> bool:
-    behind = itertools.dropwhile(lambda node: node.op_type != "YieldOp", model.graph)
-    return any(node.op_type in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Softplus", "Softsign", "Elu", "HardSigmoid") for node in behind)
-
-
-_LARGE = 1 << 20  # elements
-
-
-def _has_large_fill(model: ir.Model) -> bool:
-    return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(model))
-
-
-def _has_empty_fill(model: ir.Model) -> bool:
-    return any(0 in shape for shape in _fills(model))
-
-
-def _fills(model: ir.Model) -> Iterator[ir.Shape]:
-    """The shapes of tensors that repeat a constant."""
-    for node in model.graph:
-        repeats = node.op_type == "Expand" and node.inputs[0] is not None and node.inputs[0].const_value is not None
-        if (repeats or node.op_type == "ConstantOfShape") and node.outputs[0].shape is not None:
-            yield node.outputs[0].shape
-
-
-def _folds_too_much(model: ir.Model) -> bool:
-    """Whether an output, or a `PythonOp`, depends on no input, or on the shape of one at most."""
-    varying = set(model.graph.inputs)
-    for node in model.graph:
-        reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
-        if reads_values or node.op_type == "YieldOp":
-            varying.update(node.outputs)
-    calls = (node for node in model.graph if node.op_type == "PythonOp")
-    return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)

@@ -67,7 +67,7 @@ class _Run:
     __slots__ = ("addresses", "agent", "args", "arguments", "guard", "key", "memory", "python", "random", "redraw", "state", "undefined", "versions")
 
     def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
-        self.agent = agent
+        self.agent: _Agent | None = agent
         self.state = state
         self.python = python  # what users' Functions keep
         self.random: list[torch.Tensor] | None = None  # the generators before it, where the session draws from them
@@ -143,6 +143,7 @@ class TrainingGraph:
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
         self.may_be_undefined = plan.tangent_outputs is not None and partial
         self.watches = True
+        self.is_differentiable = bool(plan.replayed)
         self.has_gradient = tuple(one.source != "constant" or one.value is not None for one in plan.gradients)
         self._counts = counts
         self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
@@ -167,10 +168,11 @@ class TrainingGraph:
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_nodes else None
         random = _random_state() if plan.draws_inside else None
-        agent, state, fetches = self._advance(everything, python)
+        held = [one.detach() if isinstance(one, torch.Tensor) and one.grad_fn is not None else one for one in everything]
+        agent, state, fetches = self._advance(held, python)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
-        run = _Run(agent, state, python, everything, [everything[i]._version for i in plan.replayed], plan.saved)
+        run = _Run(agent, state, python, held, [_version(everything[i]) for i in plan.replayed], plan.saved)
         run.random, run.redraw = random, before
         run.arguments = len(args) if hooked else None
         return results, saved, run
@@ -187,7 +189,8 @@ class TrainingGraph:
             self._warn_of_release()
             run.state = None
         state = run.state if run.state is not None else self._replay(run)
-        run.state = None
+        agent, run.state = run.agent, None
+        assert agent is not None
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             run.args = None
         fetches = C.OrtValueVector()
@@ -195,11 +198,13 @@ class TrainingGraph:
             run.python.undefined = run.undefined
         try:
             with self._session.running(run.python):
-                run.agent.run_backward(self._feed_tangents(tangents), fetches, state)
+                agent.run_backward(self._feed_tangents(tangents), fetches, state)
             if self._waits[1]:
                 self._session.wait()
         except ORT_ERRORS as error:
-            raise self._session.failure(error) from None
+            raise self._session.failure(error, tangents) from None
+        if run.args is None:  # behind the run, which has read that memory
+            run.agent, run.memory, run.addresses, run.random, run.redraw = None, [], [], None, None
         gradients = self._fetch_gradients(fetches, arguments)
         if run.undefined:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
@@ -238,7 +243,7 @@ class TrainingGraph:
         if run is None:
             return
         self._latest.run = None
-        node: Any = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
+        node: Any = next(filter(None, (_node_of(r.grad_fn) for r in results if isinstance(r, torch.Tensor))), None)
         if run.arguments is not None:
             self._keep(run, node)
         if node is not None and self.may_be_undefined:
@@ -292,7 +297,7 @@ class TrainingGraph:
         if run.args is None:
             raise OrtBackendError("trying to run the backward a second time after its state was freed; use retain_graph=True the first time")
         for i, version in zip(self._plan.replayed, run.versions, strict=True):
-            if run.args[i]._version != version:
+            if _version(run.args[i]) != version:
                 raise OrtBackendError(
                     "the forward runs again for this backward, but one of the tensors needed for it has been modified by an inplace operation: "
                     f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
@@ -331,6 +336,16 @@ class TrainingGraph:
         else:
             run.guard = weakref.ref(memory, lambda _: runs[key].rest())
         return torch.from_numpy(memory)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _node_of(node: Any) -> Any:
+    while node is not None and type(node).__name__ != "CompiledFunctionBackward":
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node
 
 
 def _random_state() -> list[torch.Tensor]:

@@ -268,7 +268,7 @@ def test_a_checkpoint_computes_again_what_it_does_not_keep() -> None:
     torch.manual_seed(3)
     model(X).sum().backward()
     same_tree(own, [p.grad for p in model.parameters()])
-    assert ran.graphs[0].kept_bytes == torch.get_rng_state().nbytes, "the hidden layer is not kept, but what its dropout draws from"
+    assert 0 < ran.graphs[0].kept_bytes <= X.nbytes, "the hidden layer is not kept, but what its dropout has drawn"
     X.grad = None
 
 

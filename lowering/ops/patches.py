@@ -95,9 +95,7 @@ def col2im(
     assert self.dtype is not None
     places = constant(op, np.eye(area).reshape(area, 1, *kernel), self.dtype)
     missing = [(size + 2 * p - d * (k - 1) - 1) % s for size, k, d, p, s in zip(sizes, kernel, dilations, pads, strides)]  # that no patch reaches
-    image = op.ConvTranspose(
-        planes, places, kernel_shape=kernel, strides=strides, dilations=dilations, pads=[*pads, *pads], output_padding=missing
-    )
+    image = op.ConvTranspose(planes, places, kernel_shape=kernel, strides=strides, dilations=dilations, pads=[*pads, *pads], output_padding=missing)
     *lead, columns, _ = (length(op, self, i) for i in range(rank(self)))
     channels = columns // area if isinstance(columns, int) else op.Div(columns, constant(op, area, ir.DataType.INT64))
     return op.Reshape(image, as_vector(op, [*lead, channels, *sizes]))

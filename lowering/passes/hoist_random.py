@@ -8,11 +8,13 @@ it and every random operator behind it stay in the graph.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.sizes import evaluator
@@ -146,14 +148,28 @@ def _replace(graph: fx.Graph, node: fx.Node, placeholder: fx.Node) -> None:
         node.replace_all_uses_with(placeholder)
         graph.erase_node(node)
         return
-    output, mask = node.meta["val"]
-    placeholder.meta["val"] = mask
-    source, p = node.args[0], float(node.args[1])  # type: ignore[arg-type]
-    scale = 0.0 if p == 1.0 else torch.ones((), dtype=output.dtype).div(1.0 - p).item()  # rounded as eager rounds it
-    with graph.inserting_before(node):
-        scaled = graph.call_function(aten.native_dropout_backward.default, (source, placeholder, scale))
-    scaled.meta = {**node.meta, "val": output}
-    for user in list(node.users):
-        user.replace_all_uses_with((scaled, placeholder)[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
+    placeholder.meta["val"] = node.meta["val"][1]
+    _drop_by(graph, node, placeholder)
     graph.erase_node(node)
+
+
+def draw_masks_only(graph: fx.Graph, dropouts: Sequence[fx.Node]) -> None:
+    """Makes each `native_dropout` one whose mask alone is read, and a product with that mask, which can be computed again."""
+    for node in dropouts:
+        with graph.inserting_after(node):
+            mask = graph.call_function(operator.getitem, (node, 1))
+        mask.meta = {**node.meta, "val": node.meta["val"][1]}
+        _drop_by(graph, node, mask)
+
+
+def _drop_by(graph: fx.Graph, node: fx.Node, mask: fx.Node) -> None:
+    """Lets everyone read the product with `mask` in the place of a dropout's result, and `mask` in that of its mask."""
+    output, (source, p) = node.meta["val"][0], node.args[:2]
+    with unset_fake_temporarily():
+        scale = 0.0 if p == 1.0 else torch.ones((), dtype=output.dtype).div(1.0 - float(p)).item()  # type: ignore[arg-type]  # rounded as eager does
+    with graph.inserting_after(max(node, mask)):
+        scaled = graph.call_function(aten.native_dropout_backward.default, (source, mask, scale))
+    scaled.meta = {**node.meta, "val": output}
+    for user in [user for user in node.users if user is not mask]:
+        user.replace_all_uses_with((scaled, mask)[user.args[1]])  # type: ignore[index]
+        graph.erase_node(user)

@@ -21,12 +21,15 @@ from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
 from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.passes.hoist_random import draw_masks_only
 from ort_backend.lowering.passes.saved_views import drop_unread
 
 aten = torch.ops.aten
 
 # Reorderings of a parameter become part of the matrix product that reads them: there is nothing to keep.
 _WEIGHT_VIEWS = {aten.t.default, aten.transpose.int, aten.permute.default}
+
+_KEEP = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
 
 # BatchNorm's running averages are inputs of the forward that it writes to. No gradient depends on them in training: no copy may read them.
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -44,7 +47,10 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
         The number of nodes that the backward computes again.
     """
     graph = module.graph
-    held = keep_what_runs_once(graph)
+    held = _held_by_functions(graph)
+    for node in graph.nodes:
+        if "recompute" in node.meta and (node in held or not _may_run_twice(node)):
+            node.meta["recompute"] = _KEEP
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     outputs = [node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)]
     forward = ancestors(list(outputs))
@@ -58,18 +64,15 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     return _Copies(graph, forward, chosen).write()
 
 
-def keep_what_runs_once(graph: fx.Graph) -> set[fx.Node]:
-    """Tells the partitioner to keep what must not be computed again: draws, users' Functions and what these refer to, effects.
-
-    Returns:
-        What users' Functions refer to.
-    """
-    held = _held_by_functions(graph)
+def keep_draws(graph: fx.Graph) -> None:
+    """Tells the partitioner to keep random draws in graphs where it is to recompute: it would draw others, or keep the generator's state."""
     budget = has_budget(graph)
-    for node in graph.nodes:
-        if ("recompute" in node.meta and (node in held or not _may_run_twice(node))) or (budget and _is_drawn(node)):
-            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
-    return held
+    again = [node for node in graph.nodes if budget or "recompute" in node.meta]
+    draw_masks_only(graph, [node for node in again if node.target is aten.native_dropout.default and node.args[2:3] != (False,)])
+    for node in again:
+        if is_random(node):
+            for one in (node, *(user for user in node.users if user.target is operator.getitem)):
+                one.meta["recompute"] = _KEEP
 
 
 def forget_averages(graph: fx.Graph) -> None:
@@ -118,10 +121,6 @@ def _may_run_twice(node: fx.Node) -> bool:
     source = _maker(node)
     once = source.target in (FORWARD, BACKWARD) or is_random(source) or is_collective(source) or has_effect(source)
     return source.op == "call_function" and not once
-
-
-def _is_drawn(node: fx.Node) -> bool:
-    return is_random(_maker(node))
 
 
 def _maker(node: fx.Node) -> fx.Node:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, single_session
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ort_backend
@@ -223,6 +224,36 @@ def test_create_graph() -> None:
             gradient.sum().backward()
 
 
+@pytest.mark.parametrize("inner", [False, True], ids=["leaf", "computed"])
+def test_a_second_derivative_is_an_error_on_whatever_way(inner: bool) -> None:
+    """Not left out: of the graph's arguments, of what they were computed from, of the tangent; as with AOTAutograd's wrappers."""
+    with on_ort():
+        runner = settled(lambda x, w: x * w, leaf(), leaf())
+        x, w, tangent = leaf(), leaf(), leaf()
+        given = w.sin() if inner else w
+        result = runner(x, given)
+        assert is_direct(result)
+        for wanted in (x, w, given, tangent):
+            (gradient,) = torch.autograd.grad(result, x, tangent, create_graph=True)
+            with pytest.raises(RuntimeError, match="does not currently support double backward"):
+                torch.autograd.grad(gradient.sum() + w.sum() + x.sum(), wanted, retain_graph=True)
+        del given
+        (gradient,) = torch.autograd.grad(result, x, torch.ones(4, 8), create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            (gradient.sum() + w.sum()).backward(inputs=[w])
+
+
+def test_gradients_that_depend_on_no_argument_have_none() -> None:
+    with on_ort():
+        runner = settled(lambda x, w: x + 2 * w, leaf(), leaf())
+        x, w = leaf(), leaf()
+        result = runner(x, w)
+        assert is_direct(result)
+        (gradient,) = torch.autograd.grad(result.sum(), w, create_graph=True)
+        (gradient.square().sum() * 0 + w.sum()).backward()
+        torch.testing.assert_close(w.grad, torch.ones(4, 8))
+
+
 def test_batches_of_tangents_are_refused() -> None:
     with on_ort(graphs=1):
         runner = settled(lambda x: (x * x).sum(1), leaf())
@@ -231,6 +262,66 @@ def test_batches_of_tangents_are_refused() -> None:
         assert is_direct(result)
         with pytest.raises(RuntimeError, match="compiled backward function within vmap"):
             torch.vmap(lambda tangent: torch.autograd.grad(result, x, tangent))(torch.eye(4))
+        with pytest.raises(ort_backend.OrtBackendError, match="is_grads_batched"):
+            torch.autograd.grad(result, x, torch.eye(4), is_grads_batched=True)
+
+
+def test_a_result_that_is_kept_keeps_no_arguments() -> None:
+    with on_ort():
+        runner = settled(lambda x, w: (x * w).tanh().sum(), torch.ones(3), leaf()[0, :3].detach().requires_grad_())
+        w, kept, held = torch.ones(3, requires_grad=True), [], []
+        for _ in range(3):
+            x = torch.randn(3)
+            held.append(StorageWeakRef(x.untyped_storage()))
+            result = runner(x, w)
+            assert is_direct(result)
+            result.backward()
+            kept.append(result)
+            del x, result
+        gc.collect()
+        assert all(one.expired() for one in held)
+
+
+def test_an_argument_that_the_result_is_added_to_goes_with_it() -> None:
+    """It would else hold itself: by its new place in autograd's graph, which holds the run, which holds the arguments."""
+    with on_ort(idle=True):
+        w = torch.randn(8, requires_grad=True)
+        runner = settled(lambda h: h * 3, w * 1)
+        held = []
+        for _ in range(3):
+            h = w * 1
+            result = runner(h)
+            assert is_direct(result)
+            h.add_(result)
+            held.append(StorageWeakRef(h.untyped_storage()))
+            del h, result
+        gc.collect()
+        assert all(one.expired() for one in held)
+
+
+def test_numbers_with_a_pending_negation() -> None:
+    with on_ort():
+        negative = torch.tensor(1 + 2j).conj().imag
+        runner = settled(lambda x, y: x * y.sin(), negative, torch.tensor(0.5, requires_grad=True))
+        assert negative.is_neg() and negative.is_contiguous()
+        x = torch.tensor(0.5, requires_grad=True)
+        result = runner(negative, x)
+        assert is_direct(result)
+        result.backward(negative)
+        torch.testing.assert_close(result, -2 * x.sin())
+        torch.testing.assert_close(x.grad, 4 * x.detach().cos())
+
+
+def test_arguments_of_inference_mode() -> None:
+    """Their writes are not counted."""
+    body, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+    with torch.inference_mode():
+        x = torch.randn(3, 4)
+    expected = torch.autograd.grad(head(body(x).relu()).sum(), head.weight)
+    with on_ort(graphs=1):
+        runner = compiled(lambda x: head(body(x).relu()))
+        for _ in range(2):
+            torch.testing.assert_close(torch.autograd.grad(runner(x).sum(), head.weight), expected)
 
 
 def test_determinism_that_was_asked_for_too_late() -> None:

@@ -123,3 +123,20 @@ def test_an_error_in_a_hook_leaves_nothing() -> None:
         with saved_tensors_hooks(fail, fail), pytest.raises(ValueError, match="a hook of the user's"):
             runner(X)
         assert all(len(graph._runs) == 0 for graph in alive(TrainingGraph) if id(graph) not in before)
+
+
+def test_hooks_that_copy_what_is_saved_for_views() -> None:
+    """None of the results comes from autograd's node itself."""
+
+    def views(x: Tensor) -> tuple[Tensor, Tensor]:
+        middle = x.sin()
+        return middle.unsqueeze(0), middle.view(-1)
+
+    gradients = []
+    for side in (compiled, lambda function: function):
+        torch._dynamo.reset()
+        x = torch.linspace(0, 1, 12).reshape(3, 4).requires_grad_()
+        with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda packed: packed):
+            results = side(views)(x)
+        gradients.append(torch.autograd.grad(results[1].sum() + results[0].sum(), x))
+    torch.testing.assert_close(*gradients)

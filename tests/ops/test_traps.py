@@ -300,3 +300,22 @@ def test_factors_of_two_dtypes_are_an_error_as_in_eager(product: Callable[..., A
     for call in (product, torch.compile(product, backend="ort_training", fullgraph=True)):
         with pytest.raises(RuntimeError, match="dtype|scalar type"):
             call(given)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 1).t().contiguous(),
+        lambda x: (x.t().contiguous() * 1).t().contiguous(),
+        lambda x: (x / 1 + 0).view(-1),
+        lambda x: (x.cos(), (x * 1).t().contiguous()),
+    ],
+)
+def test_a_gradient_that_is_a_tangent_after_all(function: Callable[..., Any]) -> None:
+    """Once ONNX Runtime has left out what does nothing."""
+    x = torch.randn(3, 4, requires_grad=True)
+    expected = function(x)
+    seeds = [torch.randn_like(one) for one in (expected if isinstance(expected, tuple) else [expected])]
+    torch._dynamo.reset()
+    got = torch.compile(function, backend="ort_training", fullgraph=True)(x)
+    torch.testing.assert_close(torch.autograd.grad(got, x, seeds), torch.autograd.grad(expected, x, seeds))

@@ -1,0 +1,157 @@
+"""Graph optimizers of ONNX Runtime that would break a graph."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+
+def harmful_optimizers(model: ir.Model) -> list[str]:
+    """Graph optimizers of ONNX Runtime that break this graph, by name.
+
+    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
+    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
+    NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
+    by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
+    ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
+    large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
+    the session is made, and free memory that is torch's.
+    FuseReluClip, which makes one Clip of a Relu and a Clip, knows no float64 (1.19.2).
+    DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
+    GatherToSliceFusion makes a Slice of a Gather of a Range. A range that falls to 0 ends at -1, the last element to a Slice, which then
+    takes nothing (1.19.2, 1.31.1). For CUDA it writes the limits on the device, from which the Slice copies them.
+    SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
+    backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
+    CommonSubexpressionElimination lets the backward read a tensor that the forward hands out, and that the user may write to, where it would compute
+    the same again (1.19.2).
+    GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
+    """
+    products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
+    is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
+    harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
+    if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
+        harmful.append("QuickGeluFusion")
+    if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
+        harmful.append("FuseReluClip")
+    if any(node.op_type == "Div" for node in model.graph):
+        harmful.append("DivMulFusion")
+    if any(node.op_type == "Range" for node in model.graph):
+        harmful.append("GatherToSliceFusion")
+    if _has_empty_fill(model) or _hands_back_a_tangent(model):
+        harmful.append("NoopElimination")
+    if _has_large_fill(model) or _folds_too_much(model):
+        harmful.append("ConstantFolding")
+    if _reads_statistics(model):
+        harmful.append("SkipLayerNormFusion")
+    if _has_activation_behind_yield(model):
+        harmful.append("GemmActivationFusion")
+    if _computes_again_what_is_handed_out(model):
+        harmful.append("CommonSubexpressionElimination")
+    return harmful
+
+
+def _reads_statistics(model: ir.Model) -> bool:
+    """Whether something reads the mean or the deviation that a LayerNormalization has found."""
+    found = [value for node in model.graph if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
+    return any(value.uses() or value.is_graph_output() for value in found)
+
+
+def _has_activation_behind_yield(model: ir.Model) -> bool:
+    behind = itertools.dropwhile(lambda node: node.op_type != "YieldOp", model.graph)
+    return any(node.op_type in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Softplus", "Softsign", "Elu", "HardSigmoid") for node in behind)
+
+
+_LARGE = 1 << 20  # elements
+
+
+def _has_large_fill(model: ir.Model) -> bool:
+    return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(model))
+
+
+def _has_empty_fill(model: ir.Model) -> bool:
+    return any(0 in shape for shape in _fills(model))
+
+
+def _fills(model: ir.Model) -> Iterator[ir.Shape]:
+    """The shapes of tensors that repeat a constant."""
+    for node in model.graph:
+        repeats = node.op_type == "Expand" and node.inputs[0] is not None and node.inputs[0].const_value is not None
+        if (repeats or node.op_type == "ConstantOfShape") and node.outputs[0].shape is not None:
+            yield node.outputs[0].shape
+
+
+def _folds_too_much(model: ir.Model) -> bool:
+    """Whether an output, or a `PythonOp`, depends on no input, or on the shape of one at most."""
+    varying = set(model.graph.inputs)
+    for node in model.graph:
+        reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
+        if reads_values or node.op_type == "YieldOp":
+            varying.update(node.outputs)
+    calls = (node for node in model.graph if node.op_type == "PythonOp")
+    return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)
+
+
+# What may turn out to do nothing, or to be undone.
+_MOVEMENTS = ("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Cast")
+_ARITHMETIC = ("Mul", "Div", "Add", "Sub")
+
+
+def _hands_back_a_tangent(model: ir.Model) -> bool:
+    """Whether a gradient is a tangent but for movements and arithmetic with constants."""
+    tangents = {value for node in model.graph if node.op_type == "YieldOp" for value in node.outputs}
+    return bool(tangents) and any(_source(value) in tangents and value not in tangents for value in model.graph.outputs)
+
+
+def _source(value: ir.Value) -> ir.Value:
+    while (node := value.producer()) is not None:
+        inputs = node.inputs[:1] if node.op_type in _MOVEMENTS else node.inputs if node.op_type in _ARITHMETIC else ()
+        varying = [one for one in inputs if one is not None and one.const_value is None]
+        if len(varying) != 1:
+            break
+        value = varying[0]
+    return value
+
+
+def _computes_again_what_is_handed_out(model: ir.Model) -> bool:
+    """Whether a node behind the `YieldOp` computes what one in front of it does whose result is handed out."""
+    if not any(node.op_type == "YieldOp" for node in model.graph):
+        return False
+    numbers: dict[ir.Value, Any] = {}  # values that are computed alike have one number
+    handed_out: set[Any] | None = None
+    known: dict[Any, int] = {}
+    for node in model.graph:
+        given = tuple(_number(value, numbers) for value in node.inputs)
+        if node.op_type == "YieldOp":
+            handed_out = set(given)
+        if node.op_type == "Identity":
+            number = given[0]
+        else:
+            attributes = tuple(sorted((name, _content(attribute)) for name, attribute in node.attributes.items()))
+            number = known.setdefault((node.domain, node.op_type, attributes, given), len(known))
+        for i, value in enumerate(node.outputs):
+            numbers[value] = number if i == 0 else (number, i)
+        if handed_out is not None and node.op_type != "Identity" and any(numbers[value] in handed_out for value in node.outputs):
+            return True
+    return False
+
+
+def _number(value: ir.Value | None, numbers: dict[ir.Value, Any]) -> Any:
+    if value is None or value in numbers:
+        return None if value is None else numbers[value]
+    return f"of {value.name}" if value.const_value is None else _constant(value.const_value)
+
+
+def _content(attribute: ir.Attr) -> Any:
+    if attribute.type == ir.AttributeType.TENSOR:
+        return _constant(attribute.as_tensor())
+    return str(id(attribute.value)) if attribute.type == ir.AttributeType.GRAPH else repr(attribute.value)
+
+
+def _constant(tensor: ir.TensorProtocol) -> str:
+    is_small = tensor.nbytes <= 64
+    return f"{tensor.dtype} {tensor.shape} {tensor.tobytes()!r}" if is_small else str(id(tensor))
