@@ -10,8 +10,9 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
-# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, the zoo at one size.
-PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py
+# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo at one size.
+PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
+	--ignore=tests/ops/test_opinfo.py
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1

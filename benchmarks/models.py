@@ -238,12 +238,16 @@ def t5(layers: int = 3, width: int = 256, batch: int = 4, length: int = 96) -> M
     return T5ForConditionalGeneration(config), lambda: {**_tokens(4000, batch, length, "input_ids"), **_tokens(4000, batch, length // 2, "labels")}
 
 
+# Without it, transformers sets it in the first step: the second one compiles again, under every backend.
+_LABELS = "single_label_classification"
+
+
 def vit(layers: int = 12, width: int = 192, batch: int = 2, size: int = 224) -> Made:
     """ViT-Tiny: 197 tokens a picture."""
     from transformers import ViTConfig, ViTForImageClassification
 
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64, "intermediate_size": 4 * width}
-    config = ViTConfig(image_size=size, patch_size=16, num_labels=100, **sizes)
+    config = ViTConfig(image_size=size, patch_size=16, problem_type=_LABELS, num_labels=100, **sizes)
     return ViTForImageClassification(config), lambda: _pictures(batch, size, 100)
 
 
@@ -252,7 +256,7 @@ def resnet50(batch: int = 4, size: int = 112) -> Made:
     from transformers import ResNetConfig, ResNetForImageClassification
     from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
-    model = ResNetForImageClassification(ResNetConfig(num_labels=100))
+    model = ResNetForImageClassification(ResNetConfig(problem_type=_LABELS, num_labels=100))
     for block in model.modules():
         if isinstance(block, ResNetBottleNeckLayer):
             nn.init.constant_(block.layer[-1].normalization.weight, 0.2)
@@ -263,7 +267,7 @@ def convnext(batch: int = 2, size: int = 112) -> Made:
     """ConvNeXt-Tiny, on pictures of half the side."""
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    return ConvNextForImageClassification(ConvNextConfig(num_labels=100)), lambda: _pictures(batch, size, 100)
+    return ConvNextForImageClassification(ConvNextConfig(problem_type=_LABELS, num_labels=100)), lambda: _pictures(batch, size, 100)
 
 
 _ALL = (
