@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
+from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
 from ort_backend.runtime.counts import RunCounts
@@ -217,7 +218,7 @@ def _session(step: SessionStep, session: Session, index: int) -> Callable[[Value
             with session.running():
                 run(options, session.inputs, feed(values), session.outputs, fetches, devices)
         except ORT_ERRORS as error:
-            raise session.failure(error, values) from None
+            raise session.failure(error) from None
         for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):
             values[place] = value
 
@@ -260,6 +261,8 @@ class RegionTraining:
 
     def resume(self, run: None, tangents: Values, saved: Sequence[Any]) -> Values:
         """Runs the backward: the gradients."""
+        if is_batch(tangents):
+            return row_by_row(lambda row, _: self._backward([*saved, *row]), tangents)
         return self._backward([*saved, *tangents])
 
     def forward(self, args: Values) -> Values:
@@ -269,6 +272,8 @@ class RegionTraining:
     def backward(self, args: Values) -> Values:
         """Takes saved values and tangents (the list is emptied); returns the gradients."""
         undefined, self._undefined.tangents = self._undefined.tangents, frozenset()
+        if is_batch(args):
+            return row_by_row(lambda row, _: self._backward(row, undefined), args)
         return self._backward(args, undefined)
 
     def watch(self, results: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.errors import OptionError, OrtBackendError, SessionError
+from ort_backend.errors import OptionError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
@@ -267,12 +267,8 @@ class Session:
                 arena.shrink()
                 memory.release()
 
-    def failure(self, error: Exception, given: Sequence[Any] = ()) -> BaseException:
-        """What to raise for an error of a run over `given`: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
-        if any(isinstance(one, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(one) for one in given):
-            return OrtBackendError(
-                "a compiled graph takes no batch of gradients at once (is_grads_batched=True, or jacobian with vectorize=True): take one after the other"
-            )
+    def failure(self, error: Exception) -> BaseException:
+        """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
         named = re.search(r"Name:'([^']+)'", str(error))
         where = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         return (

@@ -15,6 +15,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
@@ -183,6 +184,11 @@ class TrainingGraph:
         Raises:
             OrtBackendError: the run state is gone, or what a second backward needs was modified in place.
         """
+        if is_batch(tangents):
+            return row_by_row(lambda row, is_last: self._resume(run, row, saved, keep=not is_last), tangents)
+        return self._resume(run, tangents, saved)
+
+    def _resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any], *, keep: bool = False) -> list[Any]:
         self._counts.backward += 1
         arguments = [*tangents, *(saved[i] for i in self._plan.returned)] if self._plan.returned else tangents
         if run.state is not None and run.is_released():
@@ -191,7 +197,7 @@ class TrainingGraph:
         state = run.state if run.state is not None else self._replay(run)
         agent, run.state = run.agent, None
         assert agent is not None
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not (keep or torch._C._autograd._get_current_graph_task_keep_graph()):
             run.args = None
         fetches = C.OrtValueVector()
         if run.python is not None:
@@ -202,7 +208,7 @@ class TrainingGraph:
             if self._waits[1]:
                 self._session.wait()
         except ORT_ERRORS as error:
-            raise self._session.failure(error, tangents) from None
+            raise self._session.failure(error) from None
         if run.args is None:  # behind the run, which has read that memory
             run.agent, run.memory, run.addresses, run.random, run.redraw = None, [], [], None, None
         gradients = self._fetch_gradients(fetches, arguments)

@@ -262,8 +262,30 @@ def test_batches_of_tangents_are_refused() -> None:
         assert is_direct(result)
         with pytest.raises(RuntimeError, match="compiled backward function within vmap"):
             torch.vmap(lambda tangent: torch.autograd.grad(result, x, tangent))(torch.eye(4))
-        with pytest.raises(ort_backend.OrtBackendError, match="is_grads_batched"):
-            torch.autograd.grad(result, x, torch.eye(4), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_batches_of_gradients(retain: bool) -> None:
+    """A backward a row, on whichever way the call went."""
+    function = lambda x, w: (x @ w).sin().sum(1)  # noqa: E731
+    with on_ort():
+        runner, w = compiled(function), torch.randn(8, 3, requires_grad=True)
+        for is_first in (True, False):
+            x = leaf()
+            result = runner(x, w)
+            assert is_direct(result) == (CACHED or not is_first)
+            got = torch.autograd.grad(result, (x, w), torch.eye(4), is_grads_batched=True, retain_graph=retain)
+            torch.testing.assert_close(got, torch.autograd.grad(function(x, w), (x, w), torch.eye(4), is_grads_batched=True))
+            if retain:
+                result.sum().backward()
+
+
+def test_a_vectorized_jacobian() -> None:
+    with on_ort():
+        runner = settled(lambda x: x.sin() @ x.t(), leaf())
+        x = leaf()
+        got = torch.autograd.functional.jacobian(runner, x, vectorize=True)
+        torch.testing.assert_close(got, torch.autograd.functional.jacobian(lambda x: x.sin() @ x.t(), x))
 
 
 def test_a_result_that_is_kept_keeps_no_arguments() -> None:
