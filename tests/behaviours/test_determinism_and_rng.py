@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, same_as_eager, same_tree
+from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
 from torch import nn
 from torch.nn import functional as F
 
@@ -227,8 +227,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     model = Model()
     reference = copy.deepcopy(model)
     torch.manual_seed(4)
-    # AOTAutograd's partition keeps the generator's state with operators of its own.
-    with on_ort(graphs=1, python_ops=[] if WHOLE_GRAPHS else ["run_and_save_rng_state", "run_with_rng_state"]):
+    with on_ort(graphs=1):
         own = compiled(model)(X)
         own.sum().backward()
     torch.manual_seed(4)

@@ -10,7 +10,7 @@ from behaviours.check import call, same_as_eager
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ort_backend.runtime.session import _harmful_optimizers
+from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 
 SIZES = {"large": [1200, 1200], "small": [2, 3], "empty": [0, 3]}
 
@@ -33,8 +33,8 @@ def _expanded(sizes: list[int], *, constant: bool) -> ir.Model:
     ("size", "left_out"), [("large", ["ConstantFolding"]), ("empty", ["NoopElimination"]), ("small", [])], ids=["large", "empty", "small"]
 )
 def test_a_repeated_constant_counts_and_a_broadcast_tensor_does_not(size: str, left_out: list[str]) -> None:
-    assert _harmful_optimizers(_expanded(SIZES[size], constant=True)) == left_out
-    assert _harmful_optimizers(_expanded(SIZES[size], constant=False)) == []
+    assert harmful_optimizers(_expanded(SIZES[size], constant=True)) == left_out
+    assert harmful_optimizers(_expanded(SIZES[size], constant=False)) == []
 
 
 class Checkpointed(nn.Module):
