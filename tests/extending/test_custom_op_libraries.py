@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from behaviours.check import single_session
 
 import ort_backend
 from ort_backend import CompileOptions, OptionError, graph_report
@@ -72,6 +73,7 @@ def compare(options: dict[str, Any]) -> graph_report.GraphReport:
     return graph
 
 
+@single_session
 def test_a_lowering_writes_a_node_of_the_library(library: str, lowered: None, tmp_path: Path) -> None:
     graph = compare({"session_options": {"custom_op_libraries": [library]}, "dump_dir": str(tmp_path), "strict": True})
     assert graph.kind == "training" and graph.python_ops == 0
@@ -81,6 +83,7 @@ def test_a_lowering_writes_a_node_of_the_library(library: str, lowered: None, tm
     assert [any(node.domain == DOMAIN for node in part) for part in (nodes[:stop], nodes[stop:])] == [True, True]
 
 
+@single_session
 def test_without_the_library_pytorch_runs_the_operator(lowered: None) -> None:
     assert [one.operator for one in compare({}).outside] == ["extending_library::inverse"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviours.check import single_session
 
 import ort_backend
 from ort_backend import LoweringError, graph_report
@@ -90,6 +91,7 @@ def register_both() -> None:
         return op.Div(op.Mul(gradient, op.CastLike(scale, x)), op.Mul(denominator, denominator))
 
 
+@single_session
 def test_a_custom_operator_runs_as_python_op_without_being_asked_for() -> None:
     graph = compare()
     assert sorted(one.operator for one in graph.outside) == ["extending::soft_sign", "extending::soft_sign_backward"]

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 import torch
+from behaviours.check import single_session
 from onnxscript import rewriter
 from onnxscript.rewriter import pattern
 from torch import fx, nn
@@ -164,6 +165,7 @@ def dumped_operators(folder: Path) -> set[str]:
     return {node.op_type for node in ir.load(dumped).graph}
 
 
+@single_session
 def test_an_onnx_pass_applies_a_rule_of_onnxscripts_rewriter(tmp_path: Path) -> None:
     def use_sum(model: ir.Model) -> ir.Model:
         return rewriter.rewrite(model, pattern_rewrite_rules=one_sum())
@@ -173,6 +175,7 @@ def test_an_onnx_pass_applies_a_rule_of_onnxscripts_rewriter(tmp_path: Path) -> 
     assert "Sum" in dumped_operators(tmp_path)
 
 
+@single_session
 def test_an_onnx_pass_that_is_an_onnx_ir_pass(tmp_path: Path) -> None:
     class UseSum(ir.passes.InPlacePass):
         def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -198,6 +201,7 @@ def test_an_onnx_pass_changes_what_runs() -> None:
         torch.testing.assert_close(compiled(x), like(model, SigmoidNet)(x))
 
 
+@single_session
 def test_passes_run_in_order_and_are_on_the_report(tmp_path: Path) -> None:
     ran: list[str] = []
 
@@ -221,6 +225,7 @@ def test_passes_run_in_order_and_are_on_the_report(tmp_path: Path) -> None:
     assert "seen_by_third" in {node.name for node in ir.load(dumped).graph}
 
 
+@single_session
 def test_a_backward_that_a_pass_makes_read_an_output_is_protected_from_writes() -> None:
     # exp's gradient reads exp's result, which is handed out. Before the pass, the backward has a copy of its own.
     class Exp(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import nn
 
 import ort_backend
@@ -68,6 +69,7 @@ def _compiled(net: nn.Module, **options: Any) -> ort_backend.graph_report.GraphR
     return ort_backend.report().graphs[-1]
 
 
+@single_session
 @pytest.mark.parametrize("kernels", ["onnxruntime", "measured"])
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU()], ids=["gelu", "silu"])
 def test_of_a_perceptron_only_the_hidden_product_is_kept(activation: nn.Module, kernels: str) -> None:
@@ -76,10 +78,12 @@ def test_of_a_perceptron_only_the_hidden_product_is_kept(activation: nn.Module, 
     assert 4 * _ACTIVATION <= graph.kept_bytes <= 4 * _ACTIVATION + statistics
 
 
+@single_session
 def test_of_a_gated_perceptron_both_products_are_kept() -> None:
     assert _compiled(Gated()).kept_bytes == 8 * _ACTIVATION
 
 
+@single_session
 @pytest.mark.parametrize("kernels", ["onnxruntime", "measured"])
 def test_a_mask_is_drawn_once(kernels: str) -> None:
     torch.manual_seed(0)
@@ -87,12 +91,14 @@ def test_a_mask_is_drawn_once(kernels: str) -> None:
     assert graph.kept_bytes < 5 * _ACTIVATION  # the mask came from outside, it is not a node's result
 
 
+@single_session
 def test_what_the_user_holds_is_not_computed_again(tmp_path: Path) -> None:
     _compiled(HandsOut(nn.GELU()), kernels="onnxruntime", dump_dir=str(tmp_path))
     assert _behind_yield(tmp_path).count("LayerNormalization") == 1
     assert _behind_yield(tmp_path).count("Gelu") == 0
 
 
+@single_session
 def test_onnx_runtime_does_not_merge_them(tmp_path: Path) -> None:
     _compiled(Mlp(nn.GELU()), kernels="onnxruntime", dump_dir=str(tmp_path))
     assert _behind_yield(tmp_path).count("LayerNormalization") == 1

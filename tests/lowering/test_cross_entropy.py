@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import randint, randn
 from torch.nn import functional as F
 
@@ -41,6 +42,7 @@ def _same_as_eager(loss: Callable[..., torch.Tensor], logits: torch.Tensor, targ
     torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)
 
 
+@single_session
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("size", [(6, 5), (3, 5, 2, 4), (5,)], ids=["rows", "pictures", "one row"])
@@ -52,6 +54,7 @@ def test_it_is_fused(fused: list[int], reduction: str, weighted: bool, size: tup
     assert ort_backend.report().graphs[-1].python_ops == 0
 
 
+@single_session
 @pytest.mark.parametrize("ignored", [1, 4])
 def test_ignored_rows_have_no_gradient(fused: list[int], ignored: int) -> None:
     target = randint(0, 5, (4,))
@@ -61,6 +64,7 @@ def test_ignored_rows_have_no_gradient(fused: list[int], ignored: int) -> None:
     assert fused == [1, 1]
 
 
+@single_session
 def test_large_logits_go_through_no_kernel_of_pytorch_but_the_forwards(fused: list[int]) -> None:
     """A size at which PyTorch's kernel is the faster for the likelihood's gradient alone."""
     _same_as_eager(lambda x, y: F.cross_entropy(x * 2, y), randn(256, 1000), randint(0, 1000, (256,)))
@@ -68,6 +72,7 @@ def test_large_logits_go_through_no_kernel_of_pytorch_but_the_forwards(fused: li
     assert "aten::nll_loss_backward" not in {one.operator for one in ort_backend.report().graphs[-1].outside}
 
 
+@single_session
 def test_sizes_that_change(fused: list[int]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, y: F.cross_entropy(x * 2, y), backend="ort_training", dynamic=True)
@@ -78,6 +83,7 @@ def test_sizes_that_change(fused: list[int]) -> None:
     assert fused == [1]
 
 
+@single_session
 @pytest.mark.parametrize(
     "loss",
     [

@@ -9,6 +9,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,48 +89,57 @@ def _graph(tmp_path_factory: pytest.TempPathFactory) -> Graph:
     return _step(tmp_path_factory.mktemp("dump"))
 
 
+@single_session
 def test_biases_and_transposed_weights_are_part_of_the_product(graph: Graph) -> None:
     with_bias = [node for node in graph.of("Gemm", transB=1) if len(node.input) == 3]
     assert len(with_bias) == 6 * LAYERS
 
 
+@single_session
 def test_gradients_of_parameters_are_written_without_a_transposed_copy(graph: Graph) -> None:
     assert len(graph.of("Gemm", transA=1)) == 6 * LAYERS + 1
     swaps = [node for node in graph.of("Transpose") if list(node.attribute[0].ints) in ([1, 0], [0, 1, 3, 2])]
     assert not swaps
 
 
+@single_session
 def test_the_backward_of_attention_has_its_transposes_in_the_products(graph: Graph) -> None:
     """Scores and values forward; gradients of values, weights, queries and keys."""
     transposed = [node for node in graph.of("FusedMatMul") if any(a.name in ("transA", "transB") and a.i for a in node.attribute)]
     assert len(transposed) >= 3 * LAYERS
 
 
+@single_session
 def test_the_scale_of_the_scores_is_part_of_the_product(graph: Graph) -> None:
     """In the forward, and in the two gradients that it is a factor of."""
     assert len(graph.of("FusedMatMul", alpha=1 / 3)) == 3 * LAYERS
 
 
+@single_session
 def test_residuals_and_normalisation_keep_their_own_kernels(graph: Graph) -> None:
     """SkipLayerNormalization gives no mean and no deviation, which the backward needs: the sum stays a node of its own."""
     assert graph.counts["LayerNormalization"] == graph.counts["LayerNormalizationGrad"] == 2 * LAYERS
     assert graph.counts["SkipLayerNormalization"] == 0
 
 
+@single_session
 def test_softmax_is_one_kernel_in_each_direction(graph: Graph) -> None:
     assert graph.counts["Softmax"] == graph.counts["SoftmaxGrad_13"] == LAYERS
 
 
+@single_session
 def test_the_cross_entropy_has_one_tensor_of_gradients(graph: Graph) -> None:
     assert graph.counts["ScatterElements"] == graph.counts["LogSoftmax"] == 1
     assert graph.counts["LogSoftmaxGrad_13"] == 0
 
 
+@single_session
 def test_no_two_reshapes_follow_each_other(graph: Graph) -> None:
     chained = [node.name for node in graph.of("Reshape") if (maker := graph.makers.get(node.input[0])) is not None and maker.op_type == "Reshape"]
     assert not chained
 
 
+@single_session
 @pytest.mark.parametrize("approximate, kernel", [("none", "Gelu"), ("tanh", "FastGelu")])
 def test_gelu_is_one_kernel(tmp_path: Path, approximate: str, kernel: str) -> None:
     counts = _step(tmp_path, approximate).counts
@@ -149,6 +159,7 @@ class Branches(nn.Module):
         return torch.stack([part(x).sin().sum() for part in self.parts]).sum()
 
 
+@single_session
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_gradients_that_meet_in_a_tensor_are_added_without_anything_between(tmp_path: Path, count: int) -> None:
     """One sum less than gradients, each of the product's own result: no zeros to start from, no copies.

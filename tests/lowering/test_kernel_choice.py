@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviours.check import single_session
 from ops.harness import trace
 from torch import nn
 
@@ -37,12 +38,14 @@ def _outside(function: Any, *args: torch.Tensor, **options: Any) -> list[tuple[s
     return [(one.operator, one.reason, one.is_choice) for one in ort_backend.report().graphs[-1].outside]
 
 
+@single_session
 @pytest.mark.parametrize("elements, chosen", [(99, False), (100, True), (1000, True), (1001, False)])
 def test_by_size(table: None, elements: int, chosen: bool) -> None:
     outside = _outside(nn.functional.gelu, torch.randn(elements))
     assert outside == ([("aten::gelu", "PyTorch's kernel is 2.0 times as fast at this size", True)] if chosen else [])
 
 
+@single_session
 def test_by_shape_class(table: None) -> None:
     depthwise, dense, wide = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 5, groups=4)
     x = torch.randn(2, 4, 8, 8)
@@ -75,6 +78,7 @@ def test_classes_of_convolutions(layer: nn.Module, shape: tuple[int, ...], expec
     assert classes == [f"aten.convolution.default {expected}", f"aten.convolution_backward.default {expected}"]
 
 
+@single_session
 def test_symbolic_sizes_count_as_their_example(table: None) -> None:
     compiled = torch.compile(nn.functional.gelu, backend="ort_training", dynamic=True)
     x = torch.randn(20, 10)
@@ -92,6 +96,7 @@ def test_onnx_runtime_only(table: None, options: dict[str, Any]) -> None:
     assert _outside(nn.functional.gelu, torch.randn(200), **options) == []
 
 
+@single_session
 def test_a_choice_is_no_warning(table: None, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ort_backend"):
         assert len(_outside(nn.functional.gelu, torch.randn(200))) == 1
@@ -103,6 +108,7 @@ def test_an_unknown_value_is_an_error() -> None:
         torch.compile(nn.functional.gelu, backend="ort_training", options={"kernels": "fast"})(torch.randn(2))
 
 
+@single_session
 @pytest.mark.parametrize(
     "length, causal, operators",
     [(512, False, 0), (600, False, 1), (600, True, 2), (1100, False, 2)],
@@ -119,6 +125,7 @@ def test_long_attention_keeps_no_probabilities(length: int, causal: bool, operat
     assert all(is_choice for _, _, is_choice in outside)
 
 
+@single_session
 @pytest.mark.parametrize(
     "length, batch, hidden, by_onednn",
     [(16, 1, 64, False), (16, 8, 512, False), (16, 32, 256, True), (64, 1, 256, False), (64, 1, 64, True), (64, 8, 256, True), (128, 1, 512, True)],
@@ -134,6 +141,7 @@ def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden
     )
 
 
+@single_session
 @pytest.mark.parametrize("side, chosen", [(31, False), (32, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -149,6 +157,7 @@ def test_small_matrices_are_factored_by_a_scan(side: int, chosen: bool, dtype: t
     )
 
 
+@single_session
 @pytest.mark.parametrize("options", [{"kernels": "onnxruntime"}, {"strict": True}, {}])
 def test_running_extremes_are_pytorchs_where_it_may_choose(options: dict[str, Any]) -> None:
     operators = [operator for operator, _, is_choice in _outside(lambda x: x.cummax(0).values * 2, torch.randn(40), **options) if is_choice]

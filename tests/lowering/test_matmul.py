@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import randn
 
 aten = torch.ops.aten
@@ -53,6 +54,7 @@ def test_transposes_are_part_of_the_product(check: Callable, dtype: torch.dtype)
     assert "Gemm" in op_types and "Transpose" not in op_types
 
 
+@single_session
 @contrib
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_transposed_batches(check: Callable, contrib: bool, dtype: torch.dtype) -> None:

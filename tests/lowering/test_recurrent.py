@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import nn
 
 import ort_backend
@@ -74,6 +75,7 @@ def test_scans_equal_eager(kind: str, given: dict[str, Any], initial: bool) -> N
     assert graph.python_ops == 0 and graph.onnx_nodes > 0
 
 
+@single_session
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("given", [given for kind, given in CASES if kind == "LSTM"])
 def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> None:
@@ -87,6 +89,7 @@ def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> No
     assert all(one.is_choice for one in graph.outside)
 
 
+@single_session
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.MonkeyPatch, batch_first: bool) -> None:
     asked = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from behaviours.check import single_session
 from torch import nn
 
 import ort_backend
@@ -63,6 +64,7 @@ def test_views_address_the_memory_of_their_base(dynamic: bool) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
+@single_session
 def test_an_input_that_is_a_part_of_a_tensor() -> None:
     """What lies around it does not reach a session, whose own memory must not stand in for it."""
     compiled = torch.compile(lambda x: x.as_strided((2, 3), (1, 2), 0) * 2, backend="ort_training")

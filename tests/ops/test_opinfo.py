@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from behaviours.check import WHOLE_GRAPHS
 from ops.expectations import NOT_RUN, TOLERANCES, UNINITIALISED, gap_of, is_run
 from ops.judging import KINDS, WRONG, Case, judge
 
@@ -31,7 +32,8 @@ def _cases() -> Iterator[Any]:
 def test_operator(case: Case) -> None:
     verdict = judge(case, DATABASE[case.name], SAMPLES)
     assert verdict.kind != WRONG, verdict.detail
-    assert not [pair for pair in verdict.outside if gap_of(*pair) is None], "a PythonOp that is no recorded gap"
+    if WHOLE_GRAPHS:  # else PyTorch also runs what is too little for a session
+        assert not [pair for pair in verdict.outside if gap_of(*pair) is None], "a PythonOp that is no recorded gap"
 
 
 def test_expectations_are_about_operators_that_exist() -> None:
