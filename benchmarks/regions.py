@@ -1,7 +1,7 @@
 """What a session's call costs beside PyTorch's, without training kernels: `python -m benchmarks.regions`.
 
-Two figures of `ort_backend.lowering.regions` come from here: how many cheap nodes a session must have to be worth its call, and from what size
-on PyTorch's backward of a convolution is faster than the plain ONNX operators that express it. CPU time, so that a busy machine matters less.
+Two decisions of `ort_backend.lowering.regions` rest on it: how many cheap nodes a session must have to be worth its call, and that PyTorch's backward
+of a convolution runs in the place of the plain ONNX operators that express it. CPU time, so that a busy machine matters less.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import regions
 from ort_backend.runtime import capabilities
 
 
@@ -63,16 +62,15 @@ def cheap_nodes() -> None:
 def convolutions() -> None:
     """Steps of a convolution whose backward is plain ONNX operators, and PyTorch's kernel."""
     print("multiplications (millions)   ONNX ms   PyTorch ms")
-    for channels, size in ((8, 8), (16, 16), (32, 16), (32, 32), (64, 32)):
+    for channels, size in ((8, 8), (8, 16), (16, 16), (32, 16), (32, 32), (64, 32)):
         x, model = torch.randn(8, channels, size, size, requires_grad=True), nn.Conv2d(channels, channels, 3, padding=1)
         times = []
-        for threshold in (1 << 60, 0):
-            regions._LARGE_CONVOLUTION = threshold
+        for kernels in ("onnxruntime", "measured"):
             torch._dynamo.reset()
-            step = trained(torch.compile(model, backend="ort_training"))
+            step = trained(torch.compile(model, backend="ort_training", options={"kernels": kernels}))
             times.append(microseconds(step, x, 5) / 1e3)
             outside = [one.operator for one in ort_backend.report().graphs[-1].outside]
-            assert ("aten::convolution_backward" in outside) == (threshold == 0)
+            assert ("aten::convolution_backward" in outside) == (kernels == "measured" and (channels, size) != (8, 8))
         print(f"{8 * size * size * channels * channels * 9 / 1e6:26.1f} {times[0]:9.2f} {times[1]:12.2f}")
 
 

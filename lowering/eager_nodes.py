@@ -10,6 +10,7 @@ from torch import fx
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
+from ort_backend.lowering.onednn import IMPLEMENTATIONS
 
 aten = torch.ops.aten
 
@@ -20,6 +21,7 @@ _REPLACED = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     FORWARD: run_forward,
+    **IMPLEMENTATIONS,
 }
 
 

@@ -55,6 +55,16 @@ def pytorch_may_run(target: OrtTarget) -> bool:
     return target.whole_graphs and target.device_type == "cpu" and target.kernels != "onnxruntime"
 
 
+def onednn_may_run_layers(target: OrtTarget, *, strict: bool) -> bool:
+    """Whether recurrent layers may run by oneDNN's kernels; between sessions (`strict`: which nothing may do) where there is no `PythonOp`."""
+    return target.onednn and (pytorch_may_run(target) or (not strict and not target.whole_graphs and slow_kernels_may_go(target)))
+
+
+def slow_kernels_may_go(target: OrtTarget) -> bool:
+    """Whether PyTorch may run between two sessions, on the CPU, what ONNX Runtime has slow kernels for."""
+    return target.device_type == "cpu" and target.kernels != "onnxruntime"
+
+
 def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     """Why PyTorch's kernel runs this node; None where ONNX Runtime's does.
 
@@ -82,6 +92,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return _long_attention(node)
     if node.target in _TRANSFORMS:
         return _large_transform(node)
+    if is_volume_convolution(node):
+        return "oneDNN's convolutions of volumes are faster, and ONNX Runtime has no kernel for their gradients"
     size = size_of(node)
     if node.meta.get(SELECTS) and size is not None and size >= _LARGE_SELECTION:
         return "PyTorch's kernel selects zeros, for which ONNX Runtime has Where alone"
@@ -107,8 +119,15 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
 
 def slow_as_products(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a Fourier transform takes ONNX Runtime, which writes it as products with matrices, longer than PyTorch's kernel takes."""
-    is_choice = target.kernels != "onnxruntime" and target.device_type == "cpu"
-    return is_choice and node.target in _TRANSFORMS and _large_transform(node) is not None
+    return slow_kernels_may_go(target) and node.target in _TRANSFORMS and _large_transform(node) is not None
+
+
+def is_volume_convolution(node: fx.Node) -> bool:
+    """Whether a node is a convolution in three dimensions, or its backward: up to seven times eager's time in ONNX Runtime's operators."""
+    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+        return False
+    weight: Any = node.args[1 if node.target is aten.convolution.default else 2]
+    return bool(weight.meta["val"].dim() == 5)
 
 
 def _is_grouped(node: fx.Node) -> bool:

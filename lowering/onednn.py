@@ -84,6 +84,8 @@ def _backward(
     biases = _biases(w_ih, w_hh, b_ih, b_hh)
     states = [one.contiguous() for one in (h0, c0, y, hn, cn, dy, dhn, dcn)]
     shape: tuple[Any, ...] = (_LSTM_KIND, h0.shape[-1], 1, b_ih is not None, True, False, [], False)
+    if handle.item() not in _workspaces:  # hooks on saved tensors have copied the handle, and freed what it was for
+        *_, handle = _forward(x, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse, True)
     workspace, _ = _workspaces[handle.item()]  # type: ignore[index]
     dx, dw_ih, dw_hh, db, _, dh0, dc0 = aten.mkldnn_rnn_layer_backward.default(
         x.contiguous(), w_ih, w_hh, *biases, *states, reverse, *shape, workspace

@@ -20,8 +20,9 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import slow_as_products, slow_in_steps
+from ort_backend.lowering.kernel_choice import is_volume_convolution, slow_as_products, slow_in_steps
 from ort_backend.lowering.lowered import NotOnOrt
+from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.target import OrtTarget
@@ -35,8 +36,9 @@ LEAST_NODES = 4
 TOO_SMALL = f"fewer than {LEAST_NODES} nodes without a matrix product or convolution: a session for them would cost more than it saves"
 
 SLOWER = "in plain ONNX operators it takes longer than PyTorch's kernel"
-# Multiplications from which on that holds for the backward of a convolution (measured: `benchmarks/regions.py`).
-_LARGE_CONVOLUTION = 20_000_000
+
+# Multiplications up to which plain ONNX operators compute the backward of a dense convolution faster than PyTorch's kernel (`benchmarks/regions.py`).
+_SMALL_CONVOLUTION = 1_000_000
 
 # Operators whose kernels take so long that the cost of a session's call does not count.
 _HEAVY = {
@@ -187,17 +189,23 @@ def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str |
 
 
 def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
-    """Whether ONNX Runtime has operators to write a node with, but no kernel: a large convolution's backward, a long Fourier
-    transform, or what takes many steps.
+    """Whether ONNX Runtime has operators to write a node with, but no kernel: a convolution's backward, a long Fourier transform, what takes many
+    steps. Steps of small models with convolutions whose backward ran on ONNX Runtime took 1.2 (3 x 3, dense) to 2.4 (grouped) of eager's time,
+    with PyTorch's 1.0 to 1.2.
     """
-    if slow_in_steps(node, target) or slow_as_products(node, target):
-        return True
-    if node.target is not aten.convolution_backward.default or "com.microsoft::ConvGrad" in target.contrib_ops:
+    if target.kernels == "onnxruntime":
         return False
+    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
+        return True
+    if node.target is aten.convolution_backward.default:
+        return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node)
+    return slow_in_steps(node, target) or slow_as_products(node, target) or is_volume_convolution(node)
+
+
+def _is_small_convolution(node: fx.Node) -> bool:
     gradient, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
-    groups = node.args[9]
     products = math.prod(symbolic.hint(size) for size in (*gradient.shape, *weight.shape[1:]))
-    return bool(groups == 1 and products >= _LARGE_CONVOLUTION)
+    return bool(node.args[9] == 1 and weight.dim() < 5 and products < _SMALL_CONVOLUTION)
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from ort_backend.guards import records
 from ort_backend.lowering import decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.composites import right_losses, whole_interpolation
-from ort_backend.lowering.kernel_choice import pytorch_may_run
+from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
 from ort_backend.options import CompileOptions
@@ -91,7 +91,7 @@ def ort_training(
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     #    What it has compiled before it finds in its cache.
-    whole_layers = decompositions.lstm_as_steps(onednn=one.target.onednn and pytorch_may_run(one.target))
+    whole_layers = decompositions.lstm_as_steps(onednn=onednn_may_run_layers(one.target, strict=settings.strict))
     one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
     cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
     with compilation.phase("aot"), whole_layers, whole_interpolation(), right_losses(), assigned_behind_the_graph(), cache:
@@ -231,8 +231,8 @@ class _Compilation:
 
     def _compile_regions(self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         with _imports():
-            from ort_backend import regions
-        made = regions.split(joint, joint_inputs, num_fwd_outputs, rest)
+            from ort_backend import min_cut
+        made = min_cut.split(joint, joint_inputs, num_fwd_outputs, rest)
         forward = self._regions(made.forward, ".forward")
         backward = self._regions(made.backward, ".backward", first_session=len(forward.regions))
         content = forward.content.and_of(backward.content)

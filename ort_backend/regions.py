@@ -1,6 +1,6 @@
 """Graphs for an ONNX Runtime without training kernels: sessions with eager PyTorch between them.
 
-AOTAutograd's min-cut partition gives a forward and a backward graph. `lowering.regions` divides each into steps; here the steps become
+AOTAutograd's min-cut partition gives a forward and a backward graph (`min_cut`). `lowering.regions` divides each into steps; here the steps become
 sessions and callables over one list of values, which `runtime.region_graph` runs.
 """
 
@@ -14,11 +14,9 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch._functorch.compile_utils import rand_ops
 
-from ort_backend.boundary import add_outputs, device_of, input_of, tangent_outputs
+from ort_backend.boundary import add_outputs, device_of, input_of
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
@@ -26,14 +24,12 @@ from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import storage_order
-from ort_backend.lowering.partition import dependencies, is_random
+from ort_backend.lowering.partition import dependencies
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
-from ort_backend.lowering.passes.recompute import forget_averages, forget_averages_again, keep_draws
 from ort_backend.lowering.passes.relayouts import drop_relayouts
-from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
@@ -57,48 +53,6 @@ class RegionLowering:
     regions: tuple[LoweredGraph, ...]
     content: Content
     plan: RegionPlan
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves:
-    """A joint graph as a forward and a backward graph.
-
-    Attributes:
-        forward: What AOTAutograd is handed as forward.
-        backward: Likewise.
-        tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    tangent_outputs: tuple[int, ...] | None
-
-
-_LEAST_BUDGET = 1e-9
-
-
-def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any]) -> Halves:
-    """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
-    tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-    places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
-    drop_known_masks(joint.graph)
-    mark_gradients(joint.graph)
-    keep_draws(joint.graph)
-    forget_averages(joint.graph)
-    settings = torch._functorch.config
-    # A budget of exactly 0 would keep nothing, draws neither.
-    budget = max(settings.activation_memory_budget, _LEAST_BUDGET)
-    with settings.patch(cse=settings.cse and not _has_draws_to_merge(joint.graph), activation_memory_budget=budget):
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    forget_averages_again(forward, backward, num_fwd_outputs)
-    save_bases(forward, backward, num_fwd_outputs)
-    lay_out(forward, backward, num_fwd_outputs)
-    return Halves(forward, backward, places)
-
-
-def _has_draws_to_merge(graph: fx.Graph) -> bool:
-    """Whether the partitioner would make one draw of two that are written alike: it knows most operators that draw, but not `exponential`."""
-    return any(is_random(node) and getattr(node.target, "overloadpacket", None) not in rand_ops for node in graph.nodes)
 
 
 def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str, is_half: bool = False, first_session: int = 0) -> RegionLowering:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils.checkpoint import checkpoint
 
 import ort_backend
-from ort_backend import compiler, regions
+from ort_backend import compiler, min_cut, regions
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.regions import SLOWER
 from ort_backend.runtime import capabilities
@@ -181,15 +181,15 @@ def test_large_matrices_are_factored_by_pytorchs_kernels(side: int, kernels: str
 # -- what passes between forward and backward
 
 
-def _halves(monkeypatch: pytest.MonkeyPatch) -> list[regions.Halves]:
-    found: list[regions.Halves] = []
-    split = regions.split
+def _halves(monkeypatch: pytest.MonkeyPatch) -> list[min_cut.Halves]:
+    found: list[min_cut.Halves] = []
+    split = min_cut.split
 
-    def spy(*args: Any) -> regions.Halves:
+    def spy(*args: Any) -> min_cut.Halves:
         found.append(split(*args))
         return found[-1]
 
-    monkeypatch.setattr(regions, "split", spy)
+    monkeypatch.setattr(min_cut, "split", spy)
     return found
 
 

@@ -56,7 +56,7 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     forward = ancestors(list(outputs))
     # A LayerNorm's mean, too, which only the backward reads.
     forward.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward)
-    names = _chosen(module, num_fwd_outputs) if _is_wanted(graph) else cheap_again(graph, forward, outputs)
+    names = _chosen(module, num_fwd_outputs) if is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
     forget_averages(graph)
@@ -73,6 +73,42 @@ def keep_draws(graph: fx.Graph) -> None:
         if is_random(node):
             for one in (node, *(user for user in node.users if user.target is operator.getitem)):
                 one.meta["recompute"] = _KEEP
+
+
+def delay(backward: fx.GraphModule) -> None:
+    """Lets what a backward half computes again wait for the gradients in front of it.
+
+    It needs no tangent: what runs as early as it can would hold the activations of all blocks at once.
+    """
+    graph = backward.graph
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    reached = descendants(calls, [node for node in placeholders if node.name.startswith("tangents")])
+    saved = {node for node in placeholders if not node.name.startswith("primals") and isinstance(node.meta.get("val"), torch.Tensor)}
+    gradient: fx.Node | None = None
+    late: set[fx.Node] = set()
+    for node in calls:
+        if node in reached:
+            gradient = node if _is_awaited(node) else gradient
+        elif not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+        elif (
+            gradient is not None
+            and node.target not in _WEIGHT_VIEWS
+            and (source := next((one for one in node.all_input_nodes if one in saved), None))
+        ):
+            with graph.inserting_before(node):
+                made = graph.call_function(BEHIND, (source, gradient))
+            made.meta = {"val": source.meta["val"]}
+            node.replace_input_with(source, made)
+            late.add(node)
+    backward.recompile()
+
+
+def _is_awaited(node: fx.Node) -> bool:
+    """Whether a gradient is a tensor that ONNX Runtime holds, and not a transposed one, that it would write out for whoever waits for it."""
+    fake = node.meta.get("val")
+    return isinstance(fake, torch.Tensor) and node.target not in _WEIGHT_VIEWS and (kind := carrier(fake.dtype)) is not None and kind.native
 
 
 def forget_averages(graph: fx.Graph) -> None:
@@ -103,7 +139,7 @@ def _held_by_functions(graph: fx.Graph) -> set[fx.Node]:
     return {node for call in graph.find_nodes(op="call_function", target=BACKWARD) for node in call.args[2] if isinstance(node, fx.Node)}
 
 
-def _is_wanted(graph: fx.Graph) -> bool:
+def is_wanted(graph: fx.Graph) -> bool:
     """Whether the program asks for recomputation: by a checkpoint, or by a memory budget."""
     return has_budget(graph) or any("recompute" in node.meta for node in graph.nodes)
 

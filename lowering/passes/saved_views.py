@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false
 
 from ort_backend.lowering.memory_order import READS_STRIDES
 from ort_backend.lowering.partition import root
@@ -57,7 +58,13 @@ def lay_out(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: 
     arriving = {node.target: node for node in backward.graph.nodes if node.op == "placeholder"}  # whose name is another where one is computed again
     for node in results[num_fwd_outputs:]:
         fake = node.meta.get("val")
-        if isinstance(fake, torch.Tensor) and node.op == "call_function" and root(node) is node and node not in seen and not fake.is_contiguous():
+        if (
+            isinstance(fake, torch.Tensor)
+            and node.op == "call_function"
+            and root(node) is node
+            and node not in seen
+            and not is_contiguous_or_false(fake)
+        ):
             node.meta["val"] = arriving[node.name].meta["val"] = torch.empty_like(fake, memory_format=torch.contiguous_format)
 
 

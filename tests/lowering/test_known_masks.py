@@ -12,7 +12,7 @@ import torch
 from torch import nn, randn
 from torch.nn import functional as F
 
-from ort_backend import joint, regions
+from ort_backend import joint, min_cut, regions
 from ort_backend.lowering.passes import known_masks
 
 LENGTH = 12
@@ -30,6 +30,7 @@ def _dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     monkeypatch.setattr(joint, "drop_known_masks", counted)
     monkeypatch.setattr(regions, "drop_known_masks", counted)
+    monkeypatch.setattr(min_cut, "drop_known_masks", counted)
     torch._dynamo.reset()
     with torch._functorch.config.patch(enable_autograd_cache=False), warnings.catch_warnings():
         warnings.filterwarnings("error", "erase_node")
