@@ -16,7 +16,7 @@ from torch._functorch.compile_utils import rand_ops
 from ort_backend.boundary import tangent_outputs
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.known_masks import drop_known_masks
-from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws
+from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 
@@ -45,8 +45,9 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     drop_known_masks(joint.graph)
     mark_gradients(joint.graph)
-    recomputes = is_wanted(joint.graph)
+    asked = is_wanted(joint.graph)
     keep_draws(joint.graph)
+    recomputes = asked or prefer_cheap(joint.graph, num_fwd_outputs)
     forget_averages(joint.graph)
     settings = torch._functorch.config
     # A budget of exactly 0 would keep nothing, draws neither.

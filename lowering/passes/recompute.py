@@ -51,11 +51,7 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
     for node in graph.nodes:
         if "recompute" in node.meta and (node in held or not _may_run_twice(node)):
             node.meta["recompute"] = _KEEP
-    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    outputs = [node for node in results[:num_fwd_outputs] if isinstance(node, fx.Node)]
-    forward = ancestors(list(outputs))
-    # A LayerNorm's mean, too, which only the backward reads.
-    forward.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward)
+    outputs, forward = _forward(graph, num_fwd_outputs)
     names = _chosen(module, num_fwd_outputs) if is_wanted(graph) else cheap_again(graph, forward, outputs)
     if not names:
         return 0
@@ -65,14 +61,35 @@ def recompute(module: fx.GraphModule, num_fwd_outputs: int) -> int:
 
 
 def keep_draws(graph: fx.Graph) -> None:
-    """Tells the partitioner to keep random draws in graphs where it is to recompute: it would draw others, or keep the generator's state."""
+    """Tells the partitioner to keep random draws in graphs where it is to recompute: it would draw others, or keep the generator's state.
+
+    Of a dropout that is its mask.
+    """
     budget = has_budget(graph)
-    again = [node for node in graph.nodes if budget or "recompute" in node.meta]
-    draw_masks_only(graph, [node for node in again if node.target is aten.native_dropout.default and node.args[2:3] != (False,)])
-    for node in again:
-        if is_random(node):
+    draw_masks_only(graph, [node for node in graph.nodes if node.target is aten.native_dropout.default and node.args[2:3] != (False,)])
+    for node in graph.nodes:
+        if (budget or "recompute" in node.meta) and is_random(node):
             for one in (node, *(user for user in node.users if user.target is operator.getitem)):
                 one.meta["recompute"] = _KEEP
+
+
+def prefer_cheap(graph: fx.Graph, num_fwd_outputs: int) -> bool:
+    """Tells the partitioner to compute again what is cheap, of whose operators it knows few; returns whether there is any."""
+    outputs, forward = _forward(graph, num_fwd_outputs)
+    names = cheap_again(graph, forward, outputs) - {node.name for node in _held_by_functions(graph)}
+    for node in graph.nodes:
+        if node.name in names:
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    return bool(names)
+
+
+def _forward(graph: fx.Graph, num_fwd_outputs: int) -> tuple[list[fx.Node], set[fx.Node]]:
+    """The results of a joint graph's forward, and the nodes that compute it."""
+    outputs = [node for node in list(graph.output_node().args[0])[:num_fwd_outputs] if isinstance(node, fx.Node)]  # type: ignore[arg-type]
+    forward = ancestors(list(outputs))
+    # A LayerNorm's mean, too, which only the backward reads.
+    forward.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in forward)
+    return outputs, forward
 
 
 def delay(backward: fx.GraphModule) -> None:
