@@ -32,7 +32,9 @@ def add_inputs(
             lowering.bind(node, fake)
         elif isinstance(fake, torch.SymInt) or node in wanted or any(user in inside or "draw" in node.meta for user in node.users):
             lowering.add_input(node, node.name)
-            inputs.append(input_of(position, fake, as_shape=lowering.target.sizes_on_host))
+            # Dynamo's guards tell tensors with a pending negation from others.
+            negated = isinstance(fake, torch.Tensor) and fake.is_neg()
+            inputs.append(input_of(position, fake, as_shape=lowering.target.sizes_on_host, may_be_negated=negated))
     return tuple(inputs)
 
 
@@ -41,11 +43,11 @@ def _is_nested_int(fake: Any) -> bool:
     return isinstance(fake, torch.SymInt) and fake.node.is_nested_int()
 
 
-def input_of(position: int, fake: Any, *, as_shape: bool = False) -> Input:
+def input_of(position: int, fake: Any, *, as_shape: bool = False, may_be_negated: bool = True) -> Input:
     """The input for a tensor or number like `fake` at that place among the arguments; `as_shape`: `GraphLowering.add_input`'s form of integers."""
     if not isinstance(fake, torch.Tensor):
         return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
-    return Input(position, fake.dtype, may_be_empty=any(map(may_be_zero, fake.shape)))
+    return Input(position, fake.dtype, may_be_empty=any(map(may_be_zero, fake.shape)), may_be_negated=may_be_negated)
 
 
 class Results:

@@ -319,7 +319,7 @@ class _Compilation:
         needs_autograd = self._autocast or training is None or training.may_be_undefined
         if self._direct is not None and not needs_autograd and direct_call.takes_and_gives_plain_tensors(gm, example_inputs):
             assert training is not None
-            call = direct_call.direct(training, self._direct, call, self._has_backward.is_set)
+            call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)
         if self._content is not None and self._content.python_nodes:
             call = beside_python(call, eager, self._counts)
         return verified(call, eager, self.name, self.settings.verify)

@@ -121,7 +121,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def direct(
-    training: TrainingGraph | RegionTraining, plan: DirectPlan, compiled: Callable[..., Any], is_ready: Callable[[], bool]
+    training: TrainingGraph | RegionTraining,
+    plan: DirectPlan,
+    compiled: Callable[..., Any],
+    is_ready: Callable[[], bool],
+    example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     """A function that calls the training graph; `compiled`, AOTAutograd's, where only that will do.
 
@@ -130,7 +134,9 @@ def direct(
         plan: What autograd has to know of it.
         compiled: AOTAutograd's callable over it.
         is_ready: Whether AOTAutograd is done with compiling: it calls for a backward when that runs first.
+        example_inputs: What Dynamo compiles for: a parameter is one at every call, and computed by nothing.
     """
+    computed = tuple(i for i, one in enumerate(example_inputs) if isinstance(one, torch.Tensor) and not isinstance(one, torch.nn.Parameter))
     start, resume = training.start, training.resume
     detached, constant, tangents_of = plan.detached, plan.constant, plan.tangents
 
@@ -139,8 +145,8 @@ def direct(
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
-            results, saved, ctx.run = start(args)
-            ctx.inner = [weakref.ref(one) for one in args if isinstance(one, torch.Tensor) and one.grad_fn is not None]
+            results, saved, ctx.run = start(args, computed=computed)
+            ctx.computed = [weakref.ref(args[i]) for i in computed if args[i].grad_fn is not None]
             results = [_no_view(one) for one in results]  # autograd forbids to write to a view that a Function returns
             ctx.save_for_backward(*map(_no_view, saved))  # a view's place in autograd's graph would be kept alive
             if constant:
@@ -204,7 +210,7 @@ def _check_backward(plan: DirectPlan, tangents: list[Any]) -> None:
 
 def _sources(ctx: Any) -> list[Any]:
     """The tensors that the graph's arguments come from: leaves, and those arguments that are none and still there."""
-    found = [argument() for argument in ctx.inner]
+    found = [argument() for argument in ctx.computed]
     waiting = [source for source, _ in ctx.next_functions]
     seen = {None}
     while waiting:

@@ -274,7 +274,7 @@ class _Writer:
             self._need(node)
         values = region.lowered.model.graph.inputs
         inputs = tuple(
-            input_of(self._slots[node], node.meta["val"], as_shape=value.dtype == ir.DataType.UINT8)
+            input_of(self._slots[node], node.meta["val"], as_shape=value.dtype == ir.DataType.UINT8, may_be_negated=self._may_be_negated(node))
             for node, value in zip(region.inputs, values, strict=True)
         )
         self._reads.append([one.position for one in inputs])
@@ -290,6 +290,13 @@ class _Writer:
                 is_fixed=_is_fixed([node.meta["val"] for node in region.inputs], [node.meta["val"] for node in region.fetched]),
             )
         )
+
+    def _may_be_negated(self, node: fx.Node) -> bool:
+        """Whether a negation of what a session takes may be pending: not where another session made it, or Dynamo's guards say otherwise."""
+        if node in self._schedule.free or node in self._schedule.reasons or node in self._tangents:
+            return True
+        fake = node.meta["val"]
+        return node.op == "placeholder" and isinstance(fake, torch.Tensor) and fake.is_neg()
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a node's value lies in other memory at every call: a tangent, a draw, a result of eager PyTorch."""

@@ -56,12 +56,14 @@ class Input:
         dtype: The tensor's dtype; None for a Python int (a symbolic size).
         may_be_empty: Whether the tensor may have no elements.
         as_shape: Whether a Python int n travels as the shape of a tensor without elements: (n, 0, 0), or (0, -n, 0) if it is negative.
+        may_be_negated: Whether a negation of the tensor may be pending (`Tensor.is_neg`), which is no part of its memory.
     """
 
     position: int
     dtype: torch.dtype | None
     may_be_empty: bool = False
     as_shape: bool = False
+    may_be_negated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +107,8 @@ def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
             tensor = args[position]
             if convert is not None:
                 tensor = convert(tensor)
-            elif tensor.is_neg() or not tensor.is_contiguous():
-                tensor = tensor.resolve_neg().contiguous()
+            elif not tensor.is_contiguous():
+                tensor = tensor.contiguous()
             values.push_back(_to_dlpack(tensor), *beside)
         return values
 
@@ -126,7 +128,7 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj().resolve_neg()).contiguous()
     if carried(dtype) is not dtype:
         return lambda tensor: tensor.resolve_neg().contiguous().view(torch.uint8)
-    return None
+    return (lambda tensor: tensor.resolve_neg().contiguous()) if one.may_be_negated else None
 
 
 def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:

@@ -254,7 +254,7 @@ class RegionTraining:
         self._outputs = plan.outputs
         self.is_differentiable = len(plan.forward.results) > plan.outputs  # or the gradients depend on the tangents alone
 
-    def start(self, args: Sequence[Any]) -> tuple[Values, Values, None]:
+    def start(self, args: Sequence[Any], *, computed: Sequence[int] | None = None) -> tuple[Values, Values, None]:
         """Runs the forward: the outputs; the saved values; and nothing else that `resume` would need."""
         results = self._forward(list(args))
         return results[: self._outputs], results[self._outputs :], None

@@ -152,12 +152,14 @@ class TrainingGraph:
         self._warned_of_release = False
         self._owner = Owner(self.release)
 
-    def start(self, args: Sequence[Any], *, hooked: bool = False) -> tuple[list[Any], list[Any], _Run]:
+    def start(self, args: Sequence[Any], *, hooked: bool = False, computed: Sequence[int] | None = None) -> tuple[list[Any], list[Any], _Run]:
         """Runs up to the `YieldOp`.
 
         Args:
             args: The primals.
             hooked: Whether hooks are on saved tensors, see above.
+            computed: Indices of the arguments that autograd may have computed; None: any of them. They are held without their place in its graph,
+                which a write to them may put behind this very run.
 
         Returns:
             The outputs; the saved tensors, for autograd to hold until the backward; and the run, for `resume`.
@@ -169,11 +171,14 @@ class TrainingGraph:
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_nodes else None
         random = _random_state() if plan.draws_inside else None
-        held = [one.detach() if isinstance(one, torch.Tensor) and one.grad_fn is not None else one for one in everything]
+        held = everything.copy()
+        for i in range(len(args)) if computed is None else computed:
+            if isinstance(held[i], torch.Tensor) and held[i].grad_fn is not None:
+                held[i] = held[i].detach()
         agent, state, fetches = self._advance(held, python)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
-        run = _Run(agent, state, python, held, [_version(everything[i]) for i in plan.replayed], plan.saved)
+        run = _Run(agent, state, python, held, _versions(held, plan.replayed), plan.saved)
         run.random, run.redraw = random, before
         run.arguments = len(args) if hooked else None
         return results, saved, run
@@ -302,11 +307,11 @@ class TrainingGraph:
         """
         if run.args is None:
             raise OrtBackendError("trying to run the backward a second time after its state was freed; use retain_graph=True the first time")
-        for i, version in zip(self._plan.replayed, run.versions, strict=True):
-            if _version(run.args[i]) != version:
+        for i, version, found in zip(self._plan.replayed, run.versions, _versions(run.args, self._plan.replayed), strict=True):
+            if found != version:
                 raise OrtBackendError(
                     "the forward runs again for this backward, but one of the tensors needed for it has been modified by an inplace operation: "
-                    f"[{tuple(run.args[i].shape)}] is at version {run.args[i]._version}; expected version {version} instead"
+                    f"[{tuple(run.args[i].shape)}] is at version {found}; expected version {version} instead"
                 )
         if any(isinstance(arg, torch.Tensor) and arg.numel() and not arg.untyped_storage().nbytes() for arg in run.args):
             raise OrtBackendError("the memory of a tensor that the backward needs was released behind the forward, and is not there again")
@@ -344,8 +349,12 @@ class TrainingGraph:
         return torch.from_numpy(memory)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(tensors: Sequence[Any], places: Sequence[int]) -> list[int]:
+    """How often tensors were written to; nobody counts that of those made in `inference_mode`."""
+    try:
+        return [tensors[i]._version for i in places]
+    except RuntimeError:
+        return [0 if tensors[i].is_inference() else tensors[i]._version for i in places]
 
 
 def _node_of(node: Any) -> Any:
