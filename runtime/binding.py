@@ -122,13 +122,18 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     if dtype is None:
         return torch.tensor
     if one.may_be_empty:
-        convert = _inward(Input(one.position, dtype)) or (lambda tensor: tensor.resolve_neg().contiguous())
+        convert = _inward(Input(one.position, dtype)) or _resolved
         return lambda tensor: convert(_with_strides(tensor))
     if dtype.is_complex:
         return lambda tensor: torch.view_as_real(tensor.resolve_conj().resolve_neg()).contiguous()
     if carried(dtype) is not dtype:
         return lambda tensor: tensor.resolve_neg().contiguous().view(torch.uint8)
-    return (lambda tensor: tensor.resolve_neg().contiguous()) if one.may_be_negated else None
+    return _resolved if one.may_be_negated else None
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
