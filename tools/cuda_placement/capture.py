@@ -54,7 +54,7 @@ def as_on_cuda() -> Iterator[None]:
         return gm
 
     nothing = mock.patch.object(torch.cuda, "_lazy_init", lambda: None)  # some operators ask for it even of fake tensors
-    never_direct = mock.patch.object(direct_call, "direct", lambda training, plan, compiled, is_ready: compiled)
+    never_direct = mock.patch.object(direct_call, "direct", lambda training, plan, compiled, *_: compiled)
     fallback = mock.patch.object(fake_tensor, "run_fallback_kernel", _fallback)
     with nothing, never_direct, fallback, mock.patch.object(compiler, "aot_module_simplified", traced):
         yield
