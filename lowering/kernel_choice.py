@@ -52,16 +52,16 @@ _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transform
 
 def pytorch_may_run(target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch may take the place of one of ONNX Runtime's."""
-    return target.whole_graphs and target.device_type == "cpu" and target.kernels != "onnxruntime"
+    return target.whole_graphs and slow_kernels_may_go(target)
 
 
 def onednn_may_run_layers(target: OrtTarget, *, strict: bool) -> bool:
     """Whether recurrent layers may run by oneDNN's kernels; between sessions (`strict`: which nothing may do) where there is no `PythonOp`."""
-    return target.onednn and (pytorch_may_run(target) or (not strict and not target.whole_graphs and slow_kernels_may_go(target)))
+    return target.onednn and slow_kernels_may_go(target) and (target.whole_graphs or not strict)
 
 
 def slow_kernels_may_go(target: OrtTarget) -> bool:
-    """Whether PyTorch may run between two sessions, on the CPU, what ONNX Runtime has slow kernels for."""
+    """Whether PyTorch may run, on the CPU, what ONNX Runtime has slow kernels for: inside a session or between two."""
     return target.device_type == "cpu" and target.kernels != "onnxruntime"
 
 

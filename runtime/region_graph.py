@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
+from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
@@ -281,7 +282,7 @@ class RegionTraining:
 
         Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
         """
-        node = next((r.grad_fn for r in results if isinstance(r, torch.Tensor) and type(r.grad_fn).__name__ == "CompiledFunctionBackward"), None)
+        node = node_of(results)
         if node is None:
             return
         waiting, places = self._undefined, self._places or ()

@@ -15,6 +15,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
@@ -254,7 +255,7 @@ class TrainingGraph:
         if run is None:
             return
         self._latest.run = None
-        node: Any = next(filter(None, (_node_of(r.grad_fn) for r in results if isinstance(r, torch.Tensor))), None)
+        node = node_of(results)
         if run.arguments is not None:
             self._keep(run, node)
         if node is not None and self.may_be_undefined:
@@ -355,12 +356,6 @@ def _versions(tensors: Sequence[Any], places: Sequence[int]) -> list[int]:
         return [tensors[i]._version for i in places]
     except RuntimeError:
         return [0 if tensors[i].is_inference() else tensors[i]._version for i in places]
-
-
-def _node_of(node: Any) -> Any:
-    while node is not None and type(node).__name__ != "CompiledFunctionBackward":
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    return node
 
 
 def _random_state() -> list[torch.Tensor]:
