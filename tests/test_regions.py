@@ -415,3 +415,59 @@ def test_sizes_that_depend_on_the_arguments_are_not_fixed() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.empty(4), symbolic_context=size, source=ConstantSource("x"))
     assert not regions._is_fixed([fake], [fake]) and regions._is_fixed([torch.empty(4)], [torch.empty(4)])
+
+
+def test_results_that_are_views_pass_on_that_there_is_no_gradient() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = x.sin(), y.cos()
+        return a.view(-1), a.unsqueeze(0), b.view(-1), b.unsqueeze(0)
+
+    given = X, X.detach().clone().requires_grad_()
+    one, other = twin(given), twin(given)
+    with on_ort(graphs=1, python_ops=None):
+        for side, inputs in ((compiled(function), one), (function, other)):
+            side(*inputs)[0].sum().backward()
+    same_gradients(one, other)
+    assert one[1].grad is None
+
+
+def test_rows_that_data_choose() -> None:
+    """As experts have them: what is saved is transposed, and of a length that nobody knows."""
+
+    def experts(x: torch.Tensor, w: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        probabilities, chosen = (x @ gate).softmax(-1).topk(2, -1)
+        result = torch.zeros_like(x)
+        for expert in range(2):
+            rows, places = torch.where(chosen == expert)
+            result = result.index_add(0, rows, (x[rows] @ w.T) * probabilities[rows, places, None])
+        return result
+
+    one, other = (twin((X, torch.eye(16).requires_grad_(), torch.linspace(-1, 1, 64).reshape(16, 4).requires_grad_())) for _ in range(2))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), on_ort(graphs=1, python_ops=None):
+        for side, inputs in ((compiled(experts), one), (experts, other)):
+            side(*inputs).square().sum().backward()
+    same_gradients(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_complex_results_without_elements(shape: tuple[int, ...]) -> None:
+    with on_ort(graphs=1, python_ops=None, idle=True):
+        result = compiled(lambda x: torch.complex(x.sin().cos().tanh() * 2, x.cos().sin().tanh()) * 2 + 1j)(torch.randn(shape, requires_grad=True))
+    assert result.shape == shape and result.dtype == torch.complex64
+
+
+@pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copied", "as it is"])
+def test_an_lstm_by_onednn_under_hooks_on_saved_tensors(pack: Any) -> None:
+    """Its workspace goes with a handle, whose copy leads nowhere: then the layer runs again."""
+    layer = nn.LSTM(4, 6, num_layers=2)
+    x = torch.randn(20, 12, 4)
+    gradients = []
+    with torch._dynamo.config.patch(allow_rnn=True), on_ort(graphs=1, python_ops=None) as ran:
+        for side in (compiled(layer), layer):
+            layer.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+                result, _ = side(x)
+            result.square().sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in layer.parameters()])
+    torch.testing.assert_close(*gradients)
+    assert {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} <= {one.operator for one in ran.graphs[0].outside}

@@ -69,7 +69,6 @@ def _compiled(net: nn.Module, **options: Any) -> ort_backend.graph_report.GraphR
     return ort_backend.report().graphs[-1]
 
 
-@single_session
 @pytest.mark.parametrize("kernels", ["onnxruntime", "measured"])
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU()], ids=["gelu", "silu"])
 def test_of_a_perceptron_only_the_hidden_product_is_kept(activation: nn.Module, kernels: str) -> None:
@@ -78,7 +77,6 @@ def test_of_a_perceptron_only_the_hidden_product_is_kept(activation: nn.Module, 
     assert 4 * _ACTIVATION <= graph.kept_bytes <= 4 * _ACTIVATION + statistics
 
 
-@single_session
 def test_of_a_gated_perceptron_both_products_are_kept() -> None:
     assert _compiled(Gated()).kept_bytes == 8 * _ACTIVATION
 

@@ -75,14 +75,13 @@ def test_scans_equal_eager(kind: str, given: dict[str, Any], initial: bool) -> N
     assert graph.python_ops == 0 and graph.onnx_nodes > 0
 
 
-@single_session
 @pytest.mark.parametrize("initial", [True, False])
 @pytest.mark.parametrize("given", [given for kind, given in CASES if kind == "LSTM"])
 def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> None:
     model, *rest = _made("LSTM", given, initial)
     graph = _same(model, *rest, tolerance=1e-5)
     layers = model.num_layers * (1 + model.bidirectional)
-    assert {one.operator: one.count for one in graph.outside} == {
+    assert {one.operator: one.count for one in graph.outside if "lstm" in one.operator} == {
         "ort_training::onednn_lstm": layers,
         "ort_training::onednn_lstm_backward": layers,
     }
