@@ -47,7 +47,7 @@ def input_of(position: int, fake: Any, *, as_shape: bool = False, may_be_negated
     """The input for a tensor or number like `fake` at that place among the arguments; `as_shape`: `GraphLowering.add_input`'s form of integers."""
     if not isinstance(fake, torch.Tensor):
         return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
-    return Input(position, fake.dtype, may_be_empty=any(map(may_be_zero, fake.shape)), may_be_negated=may_be_negated)
+    return Input(position, fake.dtype, may_be_empty=any(map(may_be_zero, fake.shape)), may_be_negated=may_be_negated, device=fake.device)
 
 
 class Results:

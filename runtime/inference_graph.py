@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
+from ort_backend.runtime.binding import Input, Output, fetcher, lender, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.session import ORT_ERRORS, Session
@@ -40,7 +40,7 @@ class InferenceGraph:
     def __init__(self, session: Session | None, plan: InferencePlan, counts: RunCounts) -> None:
         self._session = session
         self._draws = plan.draws
-        self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
+        self._lend, self._fetch = lender(plan.inputs), fetcher(plan.outputs)
         self._devices = [ort_device(device) for device in plan.fetch_devices]
         self._run_options = session.run_options(plan.fetch_devices) if session is not None else None
         self._counts = counts
@@ -53,10 +53,11 @@ class InferenceGraph:
         fetches = C.OrtValueVector()
         session = self._session
         if session is not None:
+            feeds, _lent = self._lend(everything)
             run = session.open().run_with_ortvaluevector
             try:
                 with session.running():
-                    run(self._run_options, session.inputs, self._feed(everything), session.outputs, fetches, self._devices)
+                    run(self._run_options, session.inputs, feeds, session.outputs, fetches, self._devices)
             except ORT_ERRORS as error:
                 raise session.failure(error) from None
         results = self._fetch(fetches, everything)

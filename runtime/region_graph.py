@@ -12,7 +12,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
-from ort_backend.runtime.binding import Input, Output, allocator, feeder, fetcher, ort_device
+from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
@@ -206,7 +206,7 @@ def _captured(step: SessionStep, session: Session, run: CapturedRun, plain: Call
 
 def _session(step: SessionStep, session: Session, index: int) -> Callable[[Values, Any], None]:
     results = step.results
-    feed, fetch = feeder(step.inputs), fetcher(step.outputs)
+    lend, fetch = lender(step.inputs), fetcher(step.outputs)
     allocate = allocator(step.outputs, step.devices) if step.shapes is not None else None
     devices = [ort_device(device) for device in step.devices]
     options = session.run_options(step.devices)
@@ -214,10 +214,11 @@ def _session(step: SessionStep, session: Session, index: int) -> Callable[[Value
     def call(values: Values, shapes: Any) -> None:
         fetches = C.OrtValueVector()
         tensors = None if allocate is None else allocate(shapes[index], fetches)
+        feeds, _lent = lend(values)
         run = session.open().run_with_ortvaluevector
         try:
             with session.running():
-                run(options, session.inputs, feed(values), session.outputs, fetches, devices)
+                run(options, session.inputs, feeds, session.outputs, fetches, devices)
         except ORT_ERRORS as error:
             raise session.failure(error) from None
         for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):

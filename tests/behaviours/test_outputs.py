@@ -11,6 +11,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch_version import VIEWS_WITHOUT_GRADIENTS
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -274,6 +275,30 @@ def test_a_copy_of_an_input_is_not_the_input(train: bool) -> None:
     with on_ort(graphs=1, idle=True):
         results = compiled(lambda x: (x.clone(), x * 2, x.to(torch.float32, copy=True)))(x)
     assert len({x.data_ptr(), *(result.data_ptr() for result in results)}) == 4
+
+
+RELAID: dict[str, Any] = {
+    "reshape": lambda x: (torch.ops.aten.view_copy(x, [-1]), torch.ops.aten.unsqueeze_copy(x, 0), torch.ops.aten.squeeze_copy(x)),
+    "transpose_of_rows": lambda x: torch.ops.aten.permute_copy(x[:1], [1, 0]),
+    "whole_slice": lambda x: (torch.ops.aten.slice_copy(x, 0, 0, 99), torch.ops.aten.expand_copy(x, [1, -1, -1])),
+    "of_one": lambda x: (torch.cat([x]), torch.stack([x])[0].clone(), x.repeat(1, 1), nn.functional.pad(x, (0, 0))),
+    "known_by_value": lambda x: (x[x == x], x.masked_select(x == x)),
+    "halves": lambda x: (x.to(torch.bfloat16), x.to(torch.bfloat16, copy=True) + 0, (x > 0).clone()),
+}
+
+
+@pytest.mark.parametrize("kind", RELAID)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_a_result_does_not_lie_in_an_input(kind: str, dtype: torch.dtype) -> None:
+    """A session reads its inputs where they are, and may lose them behind its run."""
+    x = A.detach().to(dtype)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        wanted, results = RELAID[kind](x), compiled(RELAID[kind])(x)
+        for one, other in zip(pytree.tree_leaves(results), pytree.tree_leaves(wanted), strict=True):
+            assert (one.untyped_storage().data_ptr() == x.data_ptr()) is (other.untyped_storage().data_ptr() == x.data_ptr())
+        same_tree(results, wanted)
+        x.zero_()
+        same_tree(results, wanted)
 
 
 def test_a_detached_result_beside_itself() -> None:
