@@ -32,14 +32,19 @@ _NEAREST = (
     aten._upsample_nearest_exact2d,
     aten._upsample_nearest_exact3d,
 )
+_SHRINKING = (aten.softshrink.default, aten.hardshrink.default)  # taken apart into selections, which branch on the data
 _MEAN, _SUM = 1, 2  # of a loss over its rows (`torch.nn._reduction`)
 _ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextlib.contextmanager
-def whole_interpolation() -> Iterator[None]:
-    """While AOTAutograd traces: `upsample_*` and its backward are one node each, instead of the index arithmetic of their decompositions."""
+def whole_operators() -> Iterator[None]:
+    """While AOTAutograd traces: `upsample_*` and its backward are one node each, instead of the index arithmetic of their decompositions; so is
+    what shrinks numbers towards zero.
+    """
     with contextlib.ExitStack() as stack:
+        for target in _SHRINKING:
+            stack.enter_context(replaced_kernel(target, DispatchKey.Autograd, None))
         for packet in (*_AVERAGING, *_NEAREST):
             for key in _ABOVE_TRACER:
                 stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))

@@ -30,7 +30,6 @@ aten = torch.ops.aten
 _ADDED = (
     aten.rrelu_with_noise_backward.default,  # the noise is an input: nothing random about it; no lowering anywhere
     aten.native_group_norm_backward.default,  # in the core table of some versions only
-    aten.huber_loss.default,  # likewise
 )
 
 # In the core table, and yet whole whether or not there is a lowering.
@@ -39,6 +38,12 @@ _WHOLE = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.detach.default,  # a reference: its decomposition is another one
 )
+
+
+# Of ours, where PyTorch's selects by the sign of each element.
+_OURS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten.log_sigmoid_backward.default: lambda grad_output, self, buffer: grad_output * torch.sigmoid(-self),
+}
 
 
 class Table(Mapping[torch._ops.OpOverload, Callable[..., Any]]):
@@ -66,7 +71,7 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     whole = {*registry.registered(), *_WHOLE}
     taken_apart = {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
-    return {**taken_apart, **foreach.decompositions(), **older_torch.decompositions(), **_by_dynamo()}
+    return {**taken_apart, **_OURS, **foreach.decompositions(), **older_torch.decompositions(), **_by_dynamo()}
 
 
 def _by_dynamo() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -168,9 +168,12 @@ def tanh_backward(op, grad_output, output):
 @register(aten.leaky_relu.default)
 def leaky_relu(op, self, negative_slope=0.01):
     """leaky_relu(Tensor self, Scalar negative_slope=0.01) -> Tensor"""
-    if self.dtype == ir.DataType.DOUBLE:  # LeakyRelu has a float32 kernel only
+    if isinstance(negative_slope, ir.Value) or negative_slope < 0:
         return op.Add(op.Relu(self), op.Mul(op.Min(self, scalar_like(op, 0.0, self)), scalar_like(op, negative_slope, self)))
-    return op.LeakyRelu(self, alpha=float(negative_slope))
+    if negative_slope == 0:
+        return op.Relu(self)
+    scaled = op.Mul(self, scalar_like(op, negative_slope, self))  # LeakyRelu and PRelu branch on the data, the one in 1.19.2, the other in 1.32.0
+    return op.Max(self, scaled) if negative_slope <= 1 else op.Min(self, scaled)
 
 
 @register(aten.leaky_relu_backward.default, requires=_STEP, promote="output")
@@ -230,6 +233,12 @@ def hardswish_backward(op, grad_output, self):
     return op.Mul(grad_output, op.Add(hardsigmoid(op, self), op.Mul(op.Mul(self, 1 / 6), inside)))
 
 
+@register(aten.hardshrink.default)
+def hardshrink(op, self, lambd=0.5):
+    """hardshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    return hardshrink_backward(op, self, self, lambd)
+
+
 @register(aten.hardshrink_backward.default, promote="output")
 def hardshrink_backward(op, grad_out, self, lambd):
     """hardshrink_backward(Tensor grad_out, Tensor self, Scalar lambd) -> Tensor"""
@@ -240,6 +249,18 @@ def hardshrink_backward(op, grad_out, self, lambd):
 def softshrink_backward(op, grad_output, self, lambd):
     """softshrink_backward(Tensor grad_output, Tensor self, Scalar lambd) -> Tensor"""
     return hardshrink_backward(op, grad_output, self, lambd)
+
+
+@register(aten.softshrink.default)
+def softshrink(op, self, lambd=0.5):
+    """softshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    return op.Sub(self, op.Clip(self, scalar_like(op, -lambd, self), scalar_like(op, lambd, self)))
+
+
+@register(aten.celu.default)
+def celu(op, self, alpha=1.0):
+    """celu(Tensor self, Scalar alpha=1.0) -> Tensor"""
+    return elu(op, self, alpha, 1, 1 / alpha)
 
 
 @register(aten.elu.default)

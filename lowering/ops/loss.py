@@ -1,4 +1,4 @@
-"""Negative log likelihood. Other losses are decomposed."""
+"""Losses: negative log likelihood, and those that are quadratic near zero and linear beyond. Others are decomposed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
-from ort_backend.lowering.registry import register
+from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
 
@@ -142,3 +142,60 @@ def _cross_entropy_backward(
 
 
 _library.impl("cross_entropy_backward", _cross_entropy_backward, "CompositeExplicitAutograd")
+
+
+# Quadratic up to a width and linear beyond: c (|d| - c / 2) with c = min(|d|, width), which has no branch for `Where` to take.
+
+
+@register(aten.smooth_l1_loss.default, promote="output")
+def smooth_l1_loss(op, self, target, reduction=_MEAN, beta=1.0):
+    """smooth_l1_loss(Tensor self, Tensor target, int reduction=Mean, float beta=1.0) -> Tensor"""
+    if beta == 0:
+        return _reduced(op, op.Abs(op.Sub(self, target)), reduction)
+    return _reduced(op, _quadratic_then_linear(op, self, target, beta, 1.0), reduction)
+
+
+@register(aten.smooth_l1_loss_backward.default, promote="output")
+def smooth_l1_loss_backward(op, grad_output, self, target, reduction, beta):
+    """smooth_l1_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, float beta) -> Tensor"""
+    if beta == 0:
+        raise Unsupported("a width of 0")
+    difference = op.Sub(self, target)
+    slope = difference if beta == 1 else op.Div(difference, scalar_like(op, beta, difference))
+    return op.Mul(_spread(op, grad_output, difference, reduction), _clipped(op, slope, 1.0))
+
+
+@register(aten.huber_loss.default, promote="output")
+def huber_loss(op, self, target, reduction=_MEAN, delta=1.0):
+    """huber_loss(Tensor self, Tensor target, int reduction=Mean, float delta=1.0) -> Tensor"""
+    return _reduced(op, _quadratic_then_linear(op, self, target, delta, delta), reduction)
+
+
+@register(aten.huber_loss_backward.default, promote="output")
+def huber_loss_backward(op, grad_output, self, target, reduction, delta):
+    """huber_loss_backward(Tensor grad_output, Tensor self, Tensor target, int reduction, float delta) -> Tensor"""
+    difference = op.Sub(self, target)
+    return op.Mul(_spread(op, grad_output, difference, reduction), _clipped(op, difference, delta))
+
+
+def _quadratic_then_linear(op: Any, self: ir.Value, target: ir.Value, width: float, slope: float) -> ir.Value:
+    """`slope` is that of the linear part."""
+    distance = op.Abs(op.Sub(self, target))
+    near = op.Min(distance, scalar_like(op, width, distance))
+    factor = near if slope == width else op.Mul(near, scalar_like(op, slope / width, near))
+    return op.Mul(factor, op.Sub(distance, op.Mul(near, scalar_like(op, 0.5, near))))
+
+
+def _clipped(op: Any, value: ir.Value, width: float) -> ir.Value:
+    return op.Clip(value, scalar_like(op, -width, value), scalar_like(op, width, value))
+
+
+def _reduced(op: Any, loss: ir.Value, reduction: int) -> ir.Value:
+    if reduction == _NONE:
+        return loss
+    return (op.ReduceMean if reduction == _MEAN else op.ReduceSum)(loss, keepdims=0)
+
+
+def _spread(op: Any, gradient: ir.Value, of: ir.Value, reduction: int) -> ir.Value:
+    """The gradient of each element's loss, of that of what they were reduced to."""
+    return op.Div(gradient, op.Cast(op.Size(of), to=gradient.dtype)) if reduction == _MEAN else gradient
