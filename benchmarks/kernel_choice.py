@@ -73,6 +73,24 @@ def pointwise(n: int) -> Iterator[Case]:
     yield aten.clamp.default, (x, -1.0, 1.0), {}
 
 
+def functions(n: int) -> Iterator[Case]:
+    """Functions that ONNX Runtime computes one number after the other, or of many nodes, on vectors of `n` elements."""
+    x, y, p = rand(n), rand(n), torch.rand(n) * 0.9 + 0.05
+    for op in (aten.tan, aten.atan, aten.sinh, aten.cosh, aten.asinh, aten.expm1, aten.exp2, aten.erfc, aten.frac, aten.trunc, aten.round):
+        yield op.default, (x,), {}
+    for op in (aten.asin, aten.acos, aten.atanh, aten.erfinv, aten.lgamma, aten.digamma, aten.log2, aten.log10):
+        yield op.default, (p,), {}
+    yield aten.acosh.default, (p + 1.0,), {}
+    for op in (aten.atan2.default, aten.logaddexp.default, aten.hypot.default, aten.copysign.Tensor):
+        yield op, (x, y), {}
+    for op in (aten.fmod, aten.remainder):
+        yield op.Tensor, (x, p), {}
+        yield op.Scalar, (x, 0.7), {}
+    yield aten.div.Tensor_mode, (x, p), {"rounding_mode": "floor"}
+    yield aten.pow.Tensor_Tensor, (p, y), {}
+    yield aten.xlogy.Tensor, (p, p), {}
+
+
 def rows(n: int) -> Iterator[Case]:
     """Operators along the last dimension of a matrix of `n` elements."""
     width = 256
@@ -89,6 +107,10 @@ def rows(n: int) -> Iterator[Case]:
         yield getattr(op, "default", op), (x, [-1], True), {}
     yield aten.cumsum.default, (x, -1), {}
     yield aten.cumprod.default, (x, -1), {}
+    yield aten.prod.dim_int, (x, -1), {}
+    yield aten.max.dim, (x, -1), {}
+    yield aten.sort.default, (x,), {}
+    yield aten.topk.default, (x, 8), {}
     labels = torch.randint(0, width, (n // width,))
     yield aten.nll_loss_forward.default, (y, labels, None, 1, -100), {}
     yield aten.nll_loss_backward.default, (torch.tensor(1.0), y, labels, None, 1, -100, torch.tensor(float(len(labels)))), {}
@@ -167,6 +189,7 @@ def steps(n: int) -> Iterator[Case]:
 
 KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
+    "functions": functions,
     "rows": rows,
     "images": images,
     "convolutions": convolutions,

@@ -39,6 +39,15 @@ IN_STEPS = {
 # Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
 _LARGE_SELECTION = 16384
 
+# What ONNX Runtime computes one number after the other in version 1.32.0 as well: 3 (`digamma`) to 49 (`copysign`) times PyTorch's time at 262,144
+# elements, and worth two more sessions, of some 30 us each, from `_FAR_LARGER` on.
+_FAR_FASTER = {
+    aten.tan.default, aten.sinh.default, aten.cosh.default, aten.atanh.default, aten.atan2.default, aten.exp2.default, aten.log1p.default,
+    aten.erfinv.default, aten.lgamma.default, aten.digamma.default, aten.logaddexp.default, aten.copysign.Tensor, aten.cumsum.default,
+    aten.cumprod.default, aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.div.Tensor_mode,
+}  # fmt: skip
+_FAR_LARGER = 65536
+
 # For a GPU. ONNX Runtime has no backward of such kernels.
 _FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
@@ -102,6 +111,14 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return None
     ratio = next((ratio for low, high, ratio in known if size is not None and low <= size <= high), None)
     return None if ratio is None else f"PyTorch's kernel is {ratio:.1f} times as fast at this size"
+
+
+def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
+    if not slow_kernels_may_go(target) or (node.target not in _FAR_FASTER and not node.meta.get(SELECTS)):
+        return False
+    size = size_of(node)
+    return size is not None and size >= _FAR_LARGER
 
 
 def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
@@ -248,6 +265,8 @@ def operator_class(node: fx.Node) -> str:
         return f"{name} {node.kwargs.get('approximate', 'none')}"
     if node.target is aten.pow.Tensor_Scalar:
         return f"{name} {node.args[1]}"
+    if node.target is aten.div.Tensor_mode:
+        return f"{name} {node.kwargs.get('rounding_mode')}"
     return name
 
 

@@ -20,7 +20,7 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
+from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.partition import is_random, shares_memory
@@ -199,6 +199,8 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
         return True
     if node.target is aten.convolution_backward.default:
         return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node)
+    if far_faster_in_pytorch(node, target):
+        return True
     return slow_in_steps(node, target) or slow_as_products(node, target) or (slow_kernels_may_go(target) and is_volume_convolution(node))
 
 

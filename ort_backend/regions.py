@@ -22,6 +22,7 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import storage_order
 from ort_backend.lowering.partition import dependencies
@@ -67,7 +68,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     simplify_linear_gradients(graph)
     if not is_half:
         mark_gradients(graph, everywhere=True)
-    select_gradients(graph)
+    select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
