@@ -107,15 +107,53 @@ def rows(n: int) -> Iterator[Case]:
         yield getattr(op, "default", op), (x, [-1], True), {}
     yield aten.cumsum.default, (x, -1), {}
     yield aten.cumprod.default, (x, -1), {}
-    yield aten.prod.dim_int, (x, -1), {}
-    yield aten.max.dim, (x, -1), {}
-    yield aten.sort.default, (x,), {}
-    yield aten.topk.default, (x, 8), {}
     labels = torch.randint(0, width, (n // width,))
     yield aten.nll_loss_forward.default, (y, labels, None, 1, -100), {}
     yield aten.nll_loss_backward.default, (torch.tensor(1.0), y, labels, None, 1, -100, torch.tensor(float(len(labels)))), {}
     yield aten.embedding.default, (x, labels % len(x)), {}
     yield aten.embedding_dense_backward.default, (rand(len(labels), 64), labels % (n // 64), n // 64, -1, False), {}
+
+
+def axes(n: int) -> Iterator[Case]:
+    """Operators along other dimensions than the last, or that go through it in another order, on `n` elements."""
+    x = rand(max(n // 65536, 1), 64, min(n // 64, 1024))
+    y, g = x.softmax(1), rand(x.shape)
+    yield aten._softmax.default, (x, 1, False), {}
+    yield aten._softmax_backward_data.default, (g, y, 1, torch.float32), {}
+    yield aten._log_softmax.default, (x, 1, False), {}
+    yield aten._log_softmax_backward_data.default, (g, y.log(), 1, torch.float32), {}
+    for op in (aten.prod.dim_int, aten.max.dim, aten.min.dim):
+        yield op, (x, 1), {}
+        yield op, (x, 2), {}
+    yield aten.flip.default, (x, [1]), {}
+    yield aten.flip.default, (x, [2]), {}
+    yield aten.sort.default, (x,), {}
+    yield aten.topk.default, (x, 8), {}
+    picture, edge = rand(max(n // 4096, 1), 1, 64, 64), [3, 3, 3, 3]
+    for name in ("reflection_pad2d", "replication_pad2d"):
+        padded = getattr(aten, name)(picture, edge)
+        yield getattr(aten, name).default, (picture, edge), {}
+        yield getattr(aten, f"{name}_backward").default, (rand(padded.shape), picture, edge), {}
+
+
+def signals(n: int) -> Iterator[Case]:
+    """Convolutions of signals with `n` elements in all, and grouped ones of images, and their backwards."""
+    many, length = max(8, min(64, n // 2048)), 512
+    for size, stride, groups in ((3, 1, 1), (3, 2, 1), (9, 1, 1), (3, 1, many), (31, 1, many), (3, 1, many // 8)):
+        for channels in (max(many // 16 * 16, 16), max(17, many - (many % 16 == 0))) if groups == 1 else (many,):
+            x, w = rand(max(1, n // (channels * length)), channels, length), rand(channels, channels // groups, size)
+            yield from _convolution_cases(x, w, stride, groups)
+    side = 28
+    x = rand(max(1, n // (many * side * side)), many, side, side)
+    yield from _convolution_cases(x, rand(many, 8, 3, 3), 1, many // 8)
+
+
+def _convolution_cases(x: torch.Tensor, w: torch.Tensor, stride: int, groups: int) -> Iterator[Case]:
+    rank = w.dim() - 2
+    shared = ([stride] * rank, [size // 2 for size in w.shape[2:]], [1] * rank, False, [0] * rank, groups)
+    y = aten.convolution(x, w, rand(len(w)), *shared)
+    yield aten.convolution.default, (x, w, rand(len(w)), *shared), {}
+    yield aten.convolution_backward.default, (rand(y.shape), x, w, [len(w)], *shared, [True, True, True]), {}
 
 
 def images(n: int) -> Iterator[Case]:
@@ -191,7 +229,9 @@ KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
     "functions": functions,
     "rows": rows,
+    "axes": axes,
     "images": images,
+    "signals": signals,
     "convolutions": convolutions,
     "attentions": attentions,
     "steps": steps,

@@ -36,6 +36,11 @@ IN_STEPS = {
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 
+# Operators along one dimension, and which argument says so.
+_ALONG = {
+    aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
+}  # fmt: skip
+
 # Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
 _LARGE_SELECTION = 16384
 
@@ -265,6 +270,12 @@ def operator_class(node: fx.Node) -> str:
         return f"{name} {node.kwargs.get('approximate', 'none')}"
     if node.target is aten.pow.Tensor_Scalar:
         return f"{name} {node.args[1]}"
+    if node.target in _ALONG:
+        dim, rank = node.args[_ALONG[node.target]], len(node.meta["val"].shape)
+        return f"{name} rows" if dim in (-1, rank - 1) else name
+    if node.target is aten.flip.default:
+        dims: Any = node.args[1]
+        return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name
     if node.target is aten.div.Tensor_mode:
         return f"{name} {node.kwargs.get('rounding_mode')}"
     return name
@@ -273,12 +284,21 @@ def operator_class(node: fx.Node) -> str:
 def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
     """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
     shape = weight.meta["val"].shape
-    if transposed or len(shape) != 4 or not all(isinstance(size, int) for size in shape):
+    if transposed or len(shape) not in (3, 4) or not all(isinstance(size, int) for size in shape):
         return "other"
     kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
     strided = "" if all(step == 1 for step in stride) else " strided"
     channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
-    return f"{kind} {shape[2]}x{shape[3]}{strided}{channels}"
+    return f"{kind} {_measured_size(kind, *shape[2:])}{strided}{channels}"
+
+
+def _measured_size(kind: str, *sizes: int) -> str:
+    """The size of a filter, or that of a measured one that stands for it: in one dimension, and where each channel has its own."""
+    if len(sizes) == 1 and sizes[0] > 1:
+        return "3" if sizes[0] < 5 else "31" if kind == "depthwise" and sizes[0] > 15 else "9"
+    if kind == "depthwise" and sizes[0] == sizes[1] > 3:
+        return "3x3" if sizes[0] < 7 else "7x7"
+    return "x".join(map(str, sizes))
 
 
 def size_of(node: fx.Node) -> int | None:

@@ -30,6 +30,7 @@ from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
+from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.saved import read_behind_yield
@@ -74,6 +75,7 @@ def lower_joint(
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
+    index_rows(graph)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
@@ -123,6 +125,7 @@ def lower_inference(
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
+    index_rows(graph)
     choose_products(graph, target)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

@@ -31,6 +31,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.relayouts import drop_relayouts
+from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
@@ -70,6 +71,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
+    index_rows(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}
