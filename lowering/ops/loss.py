@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
@@ -198,4 +199,4 @@ def _reduced(op: Any, loss: ir.Value, reduction: int) -> ir.Value:
 
 def _spread(op: Any, gradient: ir.Value, of: ir.Value, reduction: int) -> ir.Value:
     """The gradient of each element's loss, of that of what they were reduced to."""
-    return op.Div(gradient, op.Cast(op.Size(of), to=gradient.dtype)) if reduction == _MEAN else gradient
+    return op.Div(gradient, op.Cast(element_count(op, of), to=gradient.dtype)) if reduction == _MEAN else gradient

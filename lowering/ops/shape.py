@@ -274,9 +274,17 @@ def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.
     if rank(self) == 0:
         return op.Reshape(self, int64s(op, [1])) if size == 1 else op.Reshape(self, int64s(op, [0]), allowzero=1)
     at = axis(self, dimension)
+    last = [*(i for i in range(rank(self) + 1) if i != at + 1), at + 1]
+    if _tiles(length(op, self, at), size, step):
+        sizes = [length(op, self, i) for i in range(rank(self))]
+        return op.Transpose(reshape(op, self, [*sizes[:at], length(op, self, at) // size, size, *sizes[at + 1 :]]), perm=last)
     gathered = op.Gather(self, _windows(op, length(op, self, at), size, step), axis=at)
-    order = [i for i in range(rank(self) + 1) if i != at + 1]
-    return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=[*order, at + 1])
+    return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=last)
+
+
+def _tiles(total: Size, size: int, step: int) -> bool:
+    """Whether windows cover an axis once."""
+    return isinstance(total, int) and total > 0 and size == step and total % size == 0
 
 
 def _windows(op: Any, total: Size, size: int, step: int) -> ir.Value:
@@ -294,6 +302,9 @@ def unfold_backward(op: Any, grad_in: ir.Value, input_sizes: Sequence[Size], dim
     if not input_sizes:
         return op.Reshape(grad_in, int64s(op, []))
     at = dim % len(input_sizes)
+    if _tiles(input_sizes[at], size, step) and dim_name(grad_in, at) != 1:
+        back = [*range(at + 1), len(input_sizes), *range(at + 1, len(input_sizes))]
+        return reshape(op, op.Transpose(grad_in, perm=back), input_sizes)
     rows = op.Reshape(_windows(op, input_sizes[at], size, step), int64s(op, [-1, 1]))
     if any(dim_name(grad_in, i) == 1 != name_of(part) for i, part in enumerate(input_sizes) if i != at):
         # One row of windows for all, as `istft` has it.

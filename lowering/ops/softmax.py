@@ -9,11 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import axis, length, may_be_zero, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.dtypes import to_ir
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.ops.loss import RowGradient
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import reshape
 
 aten = torch.ops.aten
 
@@ -25,10 +27,23 @@ def _along(op: Any, write: Callable[..., ir.Value], *tensors: ir.Value) -> ir.Va
     return op.Squeeze(write(*(op.Unsqueeze(tensor, int64s(op, [0])) for tensor in tensors)), int64s(op, [0]))
 
 
+def _merged(op: Any, kernel: Callable[..., ir.Value], x: ir.Value, dim: int) -> ir.Value:
+    """`kernel(x)` along `dim`, with what lies behind it as one dimension.
+
+    ONNX Runtime's kernels exchange `dim` with the last dimension, and take up to four times as long where another stands between.
+    """
+    at = axis(x, dim)
+    if rank(x) - at <= 2 or any(map(may_be_zero, x.shape)):  # type: ignore[arg-type]
+        return kernel(x, axis=at)
+    sizes = [length(op, x, i) for i in range(rank(x))]
+    merged = reshape(op, x, [*sizes[: at + 1], -1])
+    return reshape(op, kernel(merged, axis=at), sizes)
+
+
 @register(aten._softmax.default, promote="output")
 def softmax(op, self, dim, half_to_float):
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(op, lambda x: op.Softmax(x, axis=dim), self)
+    return _along(op, lambda x: _merged(op, op.Softmax, x, dim), self)
 
 
 @register(aten._softmax_backward_data.default, requires=("com.microsoft::SoftmaxGrad_13",))
@@ -62,7 +77,7 @@ def log_softmax(op, self, dim, half_to_float):
 
     def write(x: ir.Value) -> ir.Value:
         if x.dtype != ir.DataType.DOUBLE:
-            return op.LogSoftmax(x, axis=dim)
+            return _merged(op, op.LogSoftmax, x, dim)
         at = int64s(op, [dim])
         highest = op.ReduceMax(x, at, keepdims=1)
         shifted = op.Sub(x, highest)
