@@ -32,7 +32,7 @@ _NEAREST = (
     aten._upsample_nearest_exact2d,
     aten._upsample_nearest_exact3d,
 )
-_SHRINKING = (aten.softshrink.default, aten.hardshrink.default)  # taken apart into selections, which branch on the data
+_SHRINKING = (aten.softshrink, aten.hardshrink)  # taken apart into selections, which branch on the data
 _MEAN, _SUM = 1, 2  # of a loss over its rows (`torch.nn._reduction`)
 _ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -43,16 +43,14 @@ def whole_operators() -> Iterator[None]:
     what shrinks numbers towards zero.
     """
     with contextlib.ExitStack() as stack:
-        for target in _SHRINKING:
-            stack.enter_context(replaced_kernel(target, DispatchKey.Autograd, None))
+        for packet in _SHRINKING:
+            stack.enter_context(replaced_kernel(packet.default, DispatchKey.Autograd, None))
+            stack.enter_context(_known_shape(_backward_of(packet), lambda grad_output, self, lambd: torch.empty_like(self)))
         for packet in (*_AVERAGING, *_NEAREST):
             for key in _ABOVE_TRACER:
                 stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))
                 stack.enter_context(replaced_kernel(packet.default, key, None))
-            backward = getattr(aten, f"{packet.default._schema.name.removeprefix('aten::')}_backward").default
-            if DispatchKey.Meta not in backward.py_kernels:  # its kernel for meta tensors is C++, which knows no symbolic sizes
-                stack.enter_context(replaced_kernel(backward, DispatchKey.Meta, _shape_of_gradient))
-                stack.enter_context(_in_meta_table(backward))
+            stack.enter_context(_known_shape(_backward_of(packet), _shape_of_gradient))
         yield
 
 
@@ -114,14 +112,22 @@ def _set_kernel(target: torch._ops.OpOverload, key: DispatchKey, function: Any) 
     target._dispatch_cache.clear()
 
 
+def _backward_of(packet: Any) -> torch._ops.OpOverload:
+    return getattr(aten, f"{packet.default._schema.name.removeprefix('aten::')}_backward").default
+
+
 @contextlib.contextmanager
-def _in_meta_table(target: torch._ops.OpOverload) -> Iterator[None]:
-    """While fake tensors ask for it, `target` has a kernel for meta tensors in Python."""
-    missing = target not in meta_table
-    if missing:
-        meta_table[target] = _shape_of_gradient
-    try:
+def _known_shape(target: torch._ops.OpOverload, shape: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """`target` with a kernel for meta tensors in Python, where PyTorch's is C++, which knows no symbolic sizes."""
+    if DispatchKey.Meta in target.py_kernels:
         yield
+        return
+    missing = target not in meta_table  # where fake tensors ask
+    if missing:
+        meta_table[target] = shape
+    try:
+        with replaced_kernel(target, DispatchKey.Meta, shape):
+            yield
     finally:
         if missing:
             del meta_table[target]

@@ -38,7 +38,7 @@ from ort_backend.lowering import registry
 from ort_backend.lowering.lowered import Content
 from ort_backend.lowering.python_op import PythonCall, unique_name
 from ort_backend.options import CompileOptions
-from ort_backend.runtime import layer_norm
+from ort_backend.runtime import layer_norm, square_root
 from ort_backend.runtime.inference_graph import InferencePlan
 from ort_backend.runtime.region_graph import RegionPlan, RegionTrainingPlan
 from ort_backend.runtime.session import Program
@@ -221,7 +221,7 @@ def _sources() -> str:
     versions = [f"{name} {metadata.version(name)}" for name in ("torch", "onnx", "onnx-ir", "onnxscript")]
     import onnxruntime  # above, it would be imported in front of `ort_backend.runtime`, with all that this leaves out
 
-    versions += [sys.version, onnxruntime.__version__, onnxruntime.get_build_info(), str(layer_norm.cancels())]
+    versions += [sys.version, onnxruntime.__version__, onnxruntime.get_build_info(), str((layer_norm.cancels(), square_root.is_inexact()))]
     made = hashlib.sha256("\n".join(versions).encode())
     # In a checkout the folders are symlinks, which `glob` does not follow.
     for file in sorted(Path(folder, name) for folder, _, names in os.walk(Path(__file__).parent, followlinks=True) for name in names):

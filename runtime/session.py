@@ -17,7 +17,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime import arena, cuda, denormals, layer_norm
+from ort_backend.runtime import arena, cuda, denormals, layer_norm, square_root
 from ort_backend.runtime.capabilities import register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
@@ -132,6 +132,8 @@ class Program:
         if provider == CPU_PROVIDER and layer_norm.cancels():
             layer_norm.take_means_off(model)
             disabled.extend(layer_norm.FUSIONS)
+        if provider == CPU_PROVIDER and square_root.is_inexact():
+            square_root.take_in_float64(model)
         return cls(
             name=str(model.graph.name),
             model=ir.to_proto(model).SerializeToString(),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
+from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from torch import fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -469,3 +469,22 @@ def test_an_lstm_by_onednn_under_hooks_on_saved_tensors(pack: Any) -> None:
             gradients.append([parameter.grad.clone() for parameter in layer.parameters()])
     torch.testing.assert_close(*gradients)
     assert {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} <= {one.operator for one in ran.graphs[0].outside}
+
+
+SLOW: dict[str, tuple[Any, str]] = {
+    "atan2": (lambda x: torch.atan2(x, x + 2), "aten::atan2"),
+    "remainder": (lambda x: x % 0.7, "aten::remainder.Scalar"),
+    "cumsum": (lambda x: x.cumsum(1), "aten::cumsum"),
+    "relu_before_a_root": (lambda x: (nn.functional.relu(x) + 0.0).sqrt(), "aten::threshold_backward"),
+}
+
+
+@pytest.mark.skipif(WHOLE_GRAPHS, reason="about what runs between sessions")
+@pytest.mark.parametrize("kind", SLOW)
+@pytest.mark.parametrize("rows", [4, 256])
+def test_what_onnx_runtime_computes_one_by_one_runs_between_sessions_where_it_is_large(kind: str, rows: int) -> None:
+    function, operator = SLOW[kind]
+    x = torch.randn(rows, 256).requires_grad_()
+    model = lambda x: (function(x.sin().cos() * 2) @ x.t()).tanh().sum()  # noqa: E731
+    ran = same_as_eager(model, call(x), python_ops=None)
+    assert (operator in {one.operator for graph in ran.graphs for one in graph.outside}) is (rows == 256)

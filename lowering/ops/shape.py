@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import onnx_ir as ir
 import torch
@@ -275,14 +275,15 @@ def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.
         return op.Reshape(self, int64s(op, [1])) if size == 1 else op.Reshape(self, int64s(op, [0]), allowzero=1)
     at = axis(self, dimension)
     last = [*(i for i in range(rank(self) + 1) if i != at + 1), at + 1]
-    if _tiles(length(op, self, at), size, step):
+    total = length(op, self, at)
+    if _tiles(total, size, step):
         sizes = [length(op, self, i) for i in range(rank(self))]
-        return op.Transpose(reshape(op, self, [*sizes[:at], length(op, self, at) // size, size, *sizes[at + 1 :]]), perm=last)
-    gathered = op.Gather(self, _windows(op, length(op, self, at), size, step), axis=at)
+        return op.Transpose(reshape(op, self, [*sizes[:at], total // size, size, *sizes[at + 1 :]]), perm=last)
+    gathered = op.Gather(self, _windows(op, total, size, step), axis=at)
     return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=last)
 
 
-def _tiles(total: Size, size: int, step: int) -> bool:
+def _tiles(total: Size, size: int, step: int) -> TypeGuard[int]:
     """Whether windows cover an axis once."""
     return isinstance(total, int) and total > 0 and size == step and total % size == 0
 

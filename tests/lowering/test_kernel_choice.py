@@ -47,10 +47,10 @@ def test_by_size(table: None, elements: int, chosen: bool) -> None:
 
 @single_session
 def test_by_shape_class(table: None) -> None:
-    depthwise, dense, wide = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 5, groups=4)
+    depthwise, dense, narrow = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 2, groups=4)
     x = torch.randn(2, 4, 8, 8)
     assert [operator for operator, _, _ in _outside(depthwise, x)] == ["aten::convolution"]
-    assert _outside(dense, x) == _outside(wide, x) == []
+    assert _outside(dense, x) == _outside(narrow, x) == []
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,13 @@ def test_by_shape_class(table: None) -> None:
         (nn.Conv2d(16, 16, 7, groups=16), (2, 16, 8, 8), "depthwise 7x7"),
         (nn.Conv2d(32, 32, 3, groups=2), (2, 32, 8, 8), "grouped 3x3"),
         (nn.ConvTranspose2d(16, 16, 3), (2, 16, 8, 8), "other"),
-        (nn.Conv1d(16, 16, 3), (2, 16, 8), "other"),
+        (nn.Conv2d(16, 16, 5, groups=16), (2, 16, 8, 8), "depthwise 3x3"),
+        (nn.Conv2d(16, 16, 9, groups=16), (2, 16, 16, 16), "depthwise 7x7"),
+        (nn.Conv1d(16, 16, 3), (2, 16, 8), "dense 3 by 16"),
+        (nn.Conv1d(16, 16, 2, stride=2), (2, 16, 8), "dense 3 strided by 16"),
+        (nn.Conv1d(17, 17, 10), (2, 17, 16), "dense 9"),
+        (nn.Conv1d(16, 16, 1), (2, 16, 8), "dense 1 by 16"),
+        (nn.Conv1d(16, 16, 31, groups=16), (2, 16, 40), "depthwise 31"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -85,6 +91,23 @@ def test_symbolic_sizes_count_as_their_example(table: None) -> None:
     torch.testing.assert_close(compiled(x), nn.functional.gelu(x))
     assert ort_backend.report().graphs[-1].python_ops == 1
     torch.testing.assert_close(compiled(x[:2]), nn.functional.gelu(x[:2]))
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (lambda x: x.softmax(-1), "aten._softmax.default rows"),
+        (lambda x: x.softmax(2), "aten._softmax.default rows"),
+        (lambda x: x.log_softmax(1), "aten._log_softmax.default"),
+        (lambda x: x.flip(0), "aten.flip.default"),
+        (lambda x: x.flip([0, 2]), "aten.flip.default rows"),
+        (lambda x: torch.div(x, 3.5, rounding_mode="floor"), "aten.div.Tensor_mode floor"),
+        (lambda x: x**3.0, "aten.pow.Tensor_Scalar 3.0"),
+    ],
+)
+def test_classes_of_operators(function: Any, expected: str) -> None:
+    classes = {kernel_choice.operator_class(node) for node in trace(function, [torch.randn(2, 3, 4)]).graph.nodes if node.op == "call_function"}
+    assert expected in classes
 
 
 def test_float64_is_not_in_the_table(table: None) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from torch import fx
@@ -15,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.runtime import capabilities
+from ort_backend.runtime.session import Program
 from ort_backend.target import OrtTarget
 
 _TARGET = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), python_op=False)
@@ -47,7 +47,8 @@ def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
-    session = ort.InferenceSession(ir.to_proto(lowered.model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    program = Program.of(lowered.model)
+    session = ort.InferenceSession(program.model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(program.disabled))
     feeds = {info.name: tensor.detach().contiguous().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(array) for array in session.run(None, feeds)]
 
