@@ -371,11 +371,10 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
         raise LoweringError(f"tensors on CUDA devices {sorted(devices)} meet in one graph, which runs on one device")
     provider = settings.provider or ("CUDAExecutionProvider" if devices else "CPUExecutionProvider")
     kernels = "onnxruntime" if settings.strict else settings.kernels
-    made = capabilities.target(provider, settings.opset, settings.custom_op_libraries)
+    made = capabilities.target(provider, settings.opset, settings.custom_op_libraries, next(iter(devices), 0))
     captures = settings.cuda_graphs and _can_capture(provider)
     python_op = made.python_op and not captures and not compiled_autograd.is_on()
-    device = next(iter(devices), 0)
-    target = dataclasses.replace(made, kernels=kernels, device_index=device, python_op=python_op, cuda_graphs=captures)
+    target = dataclasses.replace(made, kernels=kernels, python_op=python_op, cuda_graphs=captures)
     return dataclasses.replace(target, onednn=onednn.is_on(), mkl=dense_products.mkl_is_at_home())
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -11,10 +14,11 @@ import onnxruntime as ort
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import EnvironmentProblem, OptionError
-from ort_backend.runtime import denormals
+from ort_backend.runtime import cuda, denormals
 from ort_backend.target import OrtTarget
 
 MS = "com.microsoft"
+CPU_PROVIDER = "CPUExecutionProvider"
 
 # Written with a declared output type and shape only; a probe without them brings the process down (onnxruntime-training 1.19.2).
 _UNSAFE_TO_PROBE = {("", "MaxPoolGrad"), ("", "AveragePoolGrad")}
@@ -31,25 +35,75 @@ def has_python_op() -> bool:
     return hasattr(C, "register_forward_runner")
 
 
-def target(provider: str, opset: int, libraries: tuple[str, ...] = ()) -> OrtTarget:
-    """The installed ONNX Runtime as a lowering target; `libraries`: paths of shared libraries with further operators.
+def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: int = 0) -> OrtTarget:
+    """The installed ONNX Runtime as a lowering target, for a provider and one of its devices.
+
+    Args:
+        provider: Execution provider.
+        opset: ONNX operator set to emit.
+        libraries: Paths of shared libraries with further operators.
+        device: Index of the device.
 
     Raises:
-        EnvironmentProblem: it cannot exchange tensors with PyTorch.
+        EnvironmentProblem: it cannot exchange tensors with PyTorch, or does not run sessions on that provider.
     """
     if not hasattr(C.OrtValueVector, "dlpack_at"):
         raise EnvironmentProblem(
             f"onnxruntime {ort.__version__} cannot exchange tensors with PyTorch by DLPack, which its wheels can since 1.21. "
             "Fix: pip install --upgrade onnxruntime"
         )
+    check_provider(provider, device)
     return OrtTarget(
         opset=opset,
         provider=provider,
+        device_index=device,
         training=has_training(),
         python_op=has_python_op(),
-        has_kernel=functools.partial(has_kernel, provider=provider, opset=opset, libraries=libraries),
+        has_kernel=functools.partial(has_kernel, provider=provider, opset=opset, libraries=libraries, device=device),
         contrib_ops=_ContribOps(libraries),
     )
+
+
+@functools.cache
+def check_provider(provider: str, device: int = 0) -> None:
+    """Checks that sessions which are to run on a provider do. ONNX Runtime makes a session on the CPU where it cannot load another provider.
+
+    A success is remembered; a failure is looked at again by the next call.
+
+    Raises:
+        EnvironmentProblem: they do not; it says why.
+    """
+    if provider == CPU_PROVIDER:
+        return
+    x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
+    graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 18})
+    try:
+        made = _session(ir.Model(graph, ir_version=9), provider, device, ort.SessionOptions())
+    except _REFUSALS as refusal:
+        raise not_on(provider, str(refusal)) from refusal
+    if made.get_providers()[0] != provider:
+        raise not_on(provider)
+
+
+def not_on(provider: str, said: str = "") -> EnvironmentProblem:
+    """The error of sessions that do not run on a provider; `said`: what ONNX Runtime says about it."""
+    available = ort.get_available_providers()
+    if provider not in available:
+        said = f"this build has {', '.join(available)}"
+    elif failure := _load_failure(provider):
+        said = f"its library cannot be loaded: {failure}"
+    return EnvironmentProblem(f"onnxruntime {ort.__version__} makes no session on the {provider}: {said or 'what it printed may say why'}")
+
+
+def _load_failure(provider: str) -> str | None:
+    """What the system's loader says against the shared library of a provider, where it is one that has its own."""
+    library = Path(C.__file__).parent / f"libonnxruntime_providers_{provider.removesuffix('ExecutionProvider').lower()}.so"
+    try:
+        if library.exists():
+            ctypes.CDLL(str(library))
+    except OSError as error:
+        return str(error)
+    return None
 
 
 class _ContribOps(frozenset[str]):
@@ -86,24 +140,29 @@ def has_contrib_op(op_type: str, domain: str = MS, libraries: tuple[str, ...] = 
     """Whether the build, or one of the libraries, knows the schema of an operator outside ONNX."""
     node = ir.Node(domain, op_type, inputs=[], outputs=[ir.Value(name="y")])
     graph = ir.Graph([], node.outputs, nodes=[node], opset_imports={"": 18, MS: 1, domain: 1})
-    message = _refusal(ir.Model(graph, ir_version=9), ("CPUExecutionProvider",), libraries)
+    message = _refusal(ir.Model(graph, ir_version=9), CPU_PROVIDER, libraries)
     return message is None or "is not a registered function/op" not in message
 
 
-def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str, ...] = ()) -> bool:
-    """Whether `provider` runs `node` with inputs of the dtypes that it has. True where a dtype is not known."""
+def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str, ...] = (), device: int = 0) -> bool:
+    """Whether `provider` runs `node` with inputs of the dtypes that it has. True where a dtype is not known.
+
+    Raises:
+        EnvironmentProblem: ONNX Runtime makes no sessions on that provider.
+    """
     if node.op_type in _CONTROL_FLOW or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
         return True
     if (node.domain, node.op_type) in _UNSAFE_TO_PROBE:
-        return provider == "CPUExecutionProvider" and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)
+        return provider == CPU_PROVIDER and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)
     if any(v is not None and v.dtype is None for v in node.inputs):
         return True
-    if provider == "CUDAExecutionProvider" and not _reduces_rightly_on_cuda(node):
+    if provider == cuda.PROVIDER and not _reduces_rightly_on_cuda(node):
         return False
     # A kernel exists for dtypes, whatever the ranks: nodes that differ in rank only share one probe.
     key = (node.domain, node.op_type, tuple(None if v is None else v.dtype for v in node.inputs), _decisive(node), provider, opset, libraries)
     if key not in _probed:
-        _probed[key] = _probe(node, provider, opset, libraries)
+        check_provider(provider, device)
+        _probed[key] = _probe(node, provider, opset, libraries, device)
     return _probed[key]
 
 
@@ -130,12 +189,12 @@ def _decisive(node: ir.Node) -> tuple[Any, ...]:
     return (*(str(node.attributes[name].value) for name in chosen if name in node.attributes), len(node.outputs))
 
 
-def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...]) -> bool:
+def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...], device: int) -> bool:
     inputs = [None if v is None else ir.Value(name=f"x{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.inputs)]
     outputs = [ir.Value(name=f"y{i}", type=v.type, shape=v.shape) for i, v in enumerate(node.outputs)]
     copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), outputs=outputs)
     graph = ir.Graph([v for v in inputs if v is not None], outputs, nodes=[copy], opset_imports={MS: 1, node.domain: node.version or 1, "": opset})
-    message = _refusal(ir.Model(graph, ir_version=9 if opset <= 20 else 10), (provider,), libraries)
+    message = _refusal(ir.Model(graph, ir_version=9 if opset <= 20 else 10), provider, libraries, device)
     return message is None or not any(word in message for word in _NO_KERNEL)
 
 
@@ -149,21 +208,34 @@ _NO_KERNEL = (
 )
 
 
-def _refusal(model: ir.Model, providers: tuple[str, ...], libraries: tuple[str, ...] = ()) -> str | None:
+def _refusal(model: ir.Model, provider: str, libraries: tuple[str, ...] = (), device: int = 0) -> str | None:
     """What ONNX Runtime says against a model, or None if it takes it."""
     options = ort.SessionOptions()
     register_libraries(options, libraries)
+    if provider != CPU_PROVIDER:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    try:
+        _session(model, provider, device, options)
+    except _REFUSALS as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return None
+
+
+def _session(model: ir.Model, provider: str, device: int, options: ort.SessionOptions) -> ort.InferenceSession:
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     denormals.follow_thread(options)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if providers != ("CPUExecutionProvider",):
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    data, given = ir.to_proto(model).SerializeToString(), {"device_id": str(device)} if provider == cuda.PROVIDER else {}
     try:
-        ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=list(providers))
-    except _REFUSALS as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
-    return None
+        with cuda.device(device) if provider == cuda.PROVIDER else contextlib.nullcontext():
+            return ort.InferenceSession(data, options, providers=[(provider, given)], enable_fallback=0)
+    except (*_REFUSALS, RuntimeError, ValueError) as error:
+        # These are the provider's, of the device; 1.19 tries again on the CPU then, whatever `enable_fallback` says, and raises what comes of that.
+        failure = error if isinstance(error, (RuntimeError, ValueError)) else error.__cause__
+        if failure is None or provider == CPU_PROVIDER:
+            raise
+        raise not_on(provider, str(failure)) from error
 
 
 _REFUSALS = (C.Fail, C.InvalidArgument, C.InvalidGraph, C.NotImplemented, C.RuntimeException, C.EPFail, C.InvalidProtobuf)

@@ -12,6 +12,7 @@ Numerics follow PyTorch's flags when the session is made; Dynamo's guards compil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import threading
@@ -23,6 +24,11 @@ PROVIDER = "CUDAExecutionProvider"
 # A user who sets one of these has taken over memory or stream.
 _OWN_MEMORY = {"gpu_mem_limit", "arena_extend_strategy", "gpu_external_alloc", "gpu_external_free", "has_user_compute_stream", "user_compute_stream"}
 _LEGACY_STREAM = "1"  # `cudaStreamLegacy`: the default stream, as a handle that is not null, which ONNX Runtime takes for none
+
+
+def device(index: int) -> contextlib.AbstractContextManager[object]:
+    """To be around everything that makes a session: the provider makes its device the current one, and leaves it so."""
+    return torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)

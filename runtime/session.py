@@ -18,7 +18,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm, square_root
-from ort_backend.runtime.capabilities import register_libraries
+from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 from ort_backend.runtime.result_memory import memory
@@ -41,8 +41,6 @@ ORT_ERRORS = (
     RuntimeError,
 )
 
-
-CPU_PROVIDER = "CPUExecutionProvider"
 # What TensorFloat-32 concerns.
 _PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
 _CONVOLUTIONS = {"Conv", "ConvGrad", "ConvTranspose", "ConvTransposeGrad"}
@@ -175,22 +173,29 @@ class Session:
 
         Raises:
             SessionError: ONNX Runtime rejects the model.
+            EnvironmentProblem: it makes no session on the provider.
         """
         if self._open is None:
-            self._open = self._made()
+            with cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext():
+                self._open = self._made()
             self.openings += 1
         return self._open._sess
 
     def _made(self) -> ort.InferenceSession:
         provider = (self._config.provider, self._provider_options())
         options = self._config.make_options()
+        disabled = list(self._program.disabled)
         try:
-            return ort.InferenceSession(self._program.model, options, providers=[provider], disabled_optimizers=list(self._program.disabled))
+            # Without fallback: on an error it would make the session again on the CPU, with all optimizers. 1.19 does so all the same.
+            made = ort.InferenceSession(self._program.model, options, providers=[provider], disabled_optimizers=disabled, enable_fallback=0)
         except ORT_ERRORS as error:
             if not self.captures or "graph capture" not in str(error):
                 raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
             self.capture_no_more(error)
             return self._made()
+        if made.get_providers()[0] != self._config.provider:
+            raise not_on(self._config.provider)
+        return made
 
     def _provider_options(self) -> dict[str, str]:
         given = self._config.provider_options
