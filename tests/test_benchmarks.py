@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import fx
 
-from benchmarks import compare, measure, process, report, suite
+from benchmarks import compare, measure, operators, process, report, suite
 from benchmarks.families import family
 from benchmarks.models import DEFAULT, QUICK, WORKLOADS
 
@@ -192,3 +192,22 @@ def test_operators_of_both_sides_fall_into_families(operator: str, expected: str
 
 def test_every_model_that_is_asked_for_by_default_exists() -> None:
     assert set(QUICK) < set(DEFAULT) < set(WORKLOADS) and len(DEFAULT) == 14
+
+
+def test_functions_by_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(operators, "CALLS", 1)
+    monkeypatch.setattr(sys, "argv", ["operators", "leaky_relu", "pool_mean"])
+    operators.main()
+    printed = capsys.readouterr().out
+    assert "leaky_relu" in printed and "pool_mean" in printed
+    monkeypatch.setattr(sys, "argv", ["operators", "leaky_rule"])
+    with pytest.raises(SystemExit):
+        operators.main()
+    assert "no function is called leaky_rule; there are relu," in capsys.readouterr().err
+
+
+def test_functions_of_operators_have_gradients() -> None:
+    for kind in (operators.pointwise, operators.rows, operators.pictures):
+        for name, (function, inputs) in kind():
+            leaves = [one.detach().requires_grad_() for one in inputs]
+            assert function(*leaves).requires_grad, name
