@@ -12,15 +12,20 @@ Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; 
     python3 ../shared/gpu-kit/stage.py W/train119 . all && python3 ../shared/gpu-kit/stage.py W/gpu131 . all --as .ortkit131
     pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex
 
-Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/OUT end:
+Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/OUT end. What a call prints and keeps
+would be lost with it if it hangs, so that its files are copied while they grow; 30 minutes there are in all:
 
-    carry .ortkit:    python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
-                      . ~/kit/train119/env.sh; tpy ~/kit/train119/smoke.py 2>&1 | tee $OUT/kit.txt
-                      G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
-                      $G --budget 450 --stages smoke tests suite; cp ~/train119/* $OUT
-    nothing:          . ~/kit/train119/env.sh; G=...; $G --budget 250 --stages suite; $G --budget 280 --stages bench --bench=--no-compile; cp ...
-    carry .ortkit131: python3 .ortkit131/unpack.py .ortkit131 ~/kit; . ~/kit/gpu131/env.sh; python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit.txt
-                      python3 tools/gpu_check.py --out ~/gpu131 --budget 450 --stages smoke tests bench --bench=--no-compile; cp ~/gpu131/* $OUT
+    each begins with: (while sleep 15; do cp -fr ~/gpu/* $OUT; done) >/dev/null 2>&1 & K=$!; and ends with: kill $K; cp -fr ~/gpu/* $OUT
+    B=(--timeout 150 --models gpt2-small bert-base --bench="--no-compile --seconds 4")
+    G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/gpu/train119 --resume"
+
+    1, carry .ortkit:    python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
+       (590 s)           . ~/kit/train119/env.sh; timeout -k 5 100 tpy ~/kit/train119/smoke.py 2>&1 | tee $OUT/kit.txt
+                         $G --budget 430 --stages smoke tests bench "${B[@]}"
+    2, carry .ortkit131: python3 .ortkit131/unpack.py .ortkit131 ~/kit; . ~/kit/gpu131/env.sh
+       (590 s)           timeout -k 5 100 python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit131.txt
+                         python3 tools/gpu_check.py --out ~/gpu/gpu131 --resume --budget 430 --stages smoke tests bench "${B[@]}"
+    3, nothing:          . ~/kit/train119/env.sh; $G --budget 480 --timeout 480 --stages suite
 
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
@@ -60,11 +65,13 @@ from outcomes import outcomes
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
+_LONGEST_LOG = 12 << 20  # bytes: what comes back of a lent machine are files below 16 MiB
 _LEAST = 5.0  # seconds: with less, nothing is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
 _BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
 # torch.testing._internal, where the operators' database is, derives from its TestCase.
+_PROVIDER = "CUDAExecutionProvider"
 _EXPECTTEST = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
 
 Stage = Callable[["Run", dict[str, Any]], Iterator[dict[str, Any]]]
@@ -92,6 +99,8 @@ class Run:
         with self.log.open("rb") as log:
             log.seek(place)
             output = log.read().decode(errors="replace")
+        if self.log.stat().st_size > _LONGEST_LOG:
+            self.log.write_bytes(b"(the beginning was cut off)\n" + self.log.read_bytes()[-_LONGEST_LOG // 2 :])
         return {"command": list(command), "status": status, "seconds": round(time.monotonic() - started, 1), "output": output}
 
 
@@ -122,7 +131,7 @@ def environment(behind: str | None) -> dict[str, str]:
         (site / "expecttest.py").write_text(_EXPECTTEST)
     before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     paths = [ROOT, ROOT / "tests", ROOT / "tools", site, *before, *last]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _packages(python: str) -> Path:
@@ -150,11 +159,12 @@ def smoke(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
         started = [line[len("CASE ") :] for line in lines if line.startswith("CASE ")]
         cases += found
         if len(started) > len(found):
-            cases.append({"name": started[-1], "verdict": "CRASHED" if result["status"] is not None else "NOT DONE", "right": False})
+            hung = result["status"] is None or "Timeout (" in result["output"]  # faulthandler's word
+            cases.append({"name": started[-1], "verdict": "NOT DONE" if hung else "CRASHED", "right": False})
         seconds, worst = seconds + result["seconds"], max(worst, result["status"] or 0, int(any(not case["right"] for case in cases)))
         status = None if result["status"] is None else worst
         yield {**result, "status": status, "seconds": seconds, "output": result["output"][-_TAIL:], "cases": cases}
-        if result["status"] in (0, 1, None) or not started:
+        if result["status"] == 0 or len(started) == len(found) and result["status"] in (1, None) or not started:
             return
 
 
@@ -227,7 +237,7 @@ def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[
 
 
 def _figures(model: dict[str, Any]) -> dict[str, Any]:
-    keys = ("error", "step_ms", "cold_compile_seconds", "peak_bytes", "loss_difference")
+    keys = ("error", "step_ms", "cold_compile_seconds", "peak_bytes", "allocator_peak_bytes", "loss_difference", "sessions", "python_op_names")
     return {backend: {key: one.get(key) for key in keys} for backend, one in model["backends"].items()}
 
 
@@ -292,6 +302,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _stages(file: Path) -> dict[str, Any]:
+    """What an earlier call left; nothing where its file was copied while it was written."""
+    try:
+        return json.loads(file.read_text())["stages"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _write(file: Path, text: str) -> None:
+    """The whole file at once, for whoever copies it at that moment."""
+    partial = file.with_name(file.name + ".tmp")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _provider_problem(run: Run) -> str | None:
+    """Why ONNX Runtime makes no sessions on the device, asked in a process of its own; None if it does."""
+    if run.arguments.device != "cuda":
+        return None
+    code = f"import torch; from ort_backend.runtime import capabilities; capabilities.check_provider({_PROVIDER!r})"
+    asked = run.call([sys.executable, "-c", code])
+    return None if asked["status"] == 0 else asked["output"][-_TAIL:]
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the stages. Returns the exit status."""
     arguments = parse(given)
@@ -301,15 +335,18 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and "gpu" not in about:
         sys.exit("gpu-check: PyTorch sees no CUDA device (--device cpu shows that the command itself works)")
     kept = arguments.out / "gpu.json"
-    stages = json.loads(kept.read_text())["stages"] if kept.exists() else {}
+    stages = _stages(kept)
     run = Run(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     results = {"machine": about, "device": arguments.device, "stages": stages}
+    if (problem := _provider_problem(run)) is not None:  # every figure would be eager PyTorch's, or the CPU's
+        _write(arguments.out / "gpu.md", markdown({**results, "stages": {"provider": {"status": 1, "seconds": 0.0, "output": problem}}}))
+        sys.exit(f"gpu-check: ONNX Runtime makes no sessions on the GPU; nothing was run.\n{problem}")
     for name in arguments.stages:
         for found in _results(STAGES[name], run, stages.get(name, {})):
             stages[name] = found
-            kept.write_text(json.dumps(results, indent=1) + "\n")
-            (arguments.out / "gpu.md").write_text(markdown(results))
+            _write(kept, json.dumps(results, indent=1) + "\n")
+            _write(arguments.out / "gpu.md", markdown(results))
         sys.stdout.write(f"{name}: exit status {stages[name]['status']}, {stages[name]['seconds']:.0f} s\n")
         sys.stdout.flush()
     sys.stdout.write(markdown(results) + f"\n{kept}, {arguments.out / 'gpu.md'}\n")

@@ -37,12 +37,15 @@ def _details(stage: dict[str, Any]) -> list[str]:
 
 
 def _bench_table(stage: dict[str, Any]) -> str:
-    rows = ["| model | backend | step ms | compile s | peak MB | |", "|---|---|---:|---:|---:|---|"]
+    rows = ["| model | backend | step ms | compile s | peak MB | of PyTorch's pool | sessions | |", "|---|---|---:|---:|---:|---:|---:|---|"]
     for run in stage["runs"].values():
         for case, backends in run.get("models", {}).items():
             for backend, one in backends.items():
                 step = f"{one['step_ms']['median']:.2f}" if one.get("step_ms") else ""
                 seconds = f"{one['cold_compile_seconds']:.1f}" if one.get("cold_compile_seconds") else ""
                 peak = f"{one['peak_bytes'] / 1e6:.0f}" if one.get("peak_bytes") else ""
-                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {one.get('error') or ''} |")
+                pool = f"{one['allocator_peak_bytes'] / 1e6:.0f}" if one.get("allocator_peak_bytes") else ""
+                notes = [one.get("error") or "", "in PyTorch: " + ", ".join(one["python_op_names"]) if one.get("python_op_names") else ""]
+                sessions = one.get("sessions") or ""
+                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {pool} | {sessions} | {'; '.join(filter(None, notes))} |")
     return "\n".join(rows)

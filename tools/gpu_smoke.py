@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import faulthandler
 import itertools
 import json
 import sys
@@ -28,6 +29,7 @@ import ort_backend
 from ort_backend.graph_report import GraphReport
 from ort_backend.runtime import capabilities
 
+PATIENCE = 90  # seconds for a case: one that hangs ends the process, and the next one goes on behind it
 STEPS = 5  # where runs are captured as CUDA graphs, the last of them are replayed
 VARIANTS = ("", "side stream", "CUDA graphs")
 Made = tuple[nn.Module, Tensor]
@@ -94,9 +96,11 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     settings: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if variant == "CUDA graphs" else {}
     compiled = torch.compile(own, backend="ort_training", **settings)
     before = len(ort_backend.report().graphs)
-    stream = torch.cuda.stream(torch.cuda.Stream()) if variant == "side stream" else contextlib.nullcontext()
+    side = torch.cuda.Stream() if variant == "side stream" else None
+    if side is not None:
+        side.wait_stream(torch.cuda.current_stream())  # on which the weights are made
     worst = 0.0
-    with stream:
+    with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
         for step in range(STEPS):
             for module in (compiled, eager):
                 torch.manual_seed(step)
@@ -143,11 +147,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of cases to leave out")
     arguments = parser.parse_args()
     device, failed = arguments.device, 0
+    torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions; the session of a graph with products as well would not use it
     variants = VARIANTS if device == "cuda" else VARIANTS[:1]
     for variant, case in list(itertools.product(variants, CASES))[arguments.first :]:
         title = case[0] + (f" ({variant})" if variant else "")
         _write(f"CASE {title}")
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
         found = _judged(case, device, variant)
+        faulthandler.cancel_dump_traceback_later()
         _write(f"RESULT {json.dumps({'name': title, **found})}")
         failed += not found["right"]
         if not device_works():
