@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import memory
 from benchmarks.models import Workload
 from benchmarks.process import summary
-from benchmarks.training import Trainer
+from benchmarks.training import Trainer, details
 
 
 class ContestantError(Exception):
@@ -28,7 +29,7 @@ class Contestant:
     """Trains a workload under a backend, with its losses."""
 
     def __init__(self, workload: Workload, backend: str, device: str, dtype: torch.dtype) -> None:
-        self._trainer = Trainer(workload, backend, device, dtype)
+        self._trainer, self._device = Trainer(workload, backend, device, dtype), device
         self._losses: list[float] = []
         self._gradients: dict[str, np.ndarray] = {}
 
@@ -44,6 +45,8 @@ class Contestant:
         """Compiles; the seconds of a step after that."""
         for _ in range(2):
             self._step()
+        if self._device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         return min(self._step() for _ in range(2))
 
     def turn(self, steps: int) -> float:
@@ -56,6 +59,12 @@ class Contestant:
         first, _ = self._trainer.step()
         self._trainer.update()
         return first - self._trainer.median(3)
+
+    def described(self) -> dict[str, Any]:
+        """Number of sessions and the operators that PyTorch ran in their place (`ort_training` alone), and PyTorch's peak of memory, on CUDA."""
+        found = details(self._trainer.backend)
+        peak = memory.allocator_peak(self._device)
+        return {"sessions": found.get("sessions"), "python_op_names": found.get("python_op_names"), "allocator_peak_bytes": peak}
 
     def computed(self) -> tuple[list[float], dict[str, np.ndarray]]:
         """The losses of all steps, and the gradients of the first one, by parameter."""
