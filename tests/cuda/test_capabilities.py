@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 import pytest
+import torch
 
 from ort_backend.runtime import capabilities
 
@@ -29,6 +30,20 @@ def _scatter(op_type: str, dtype: ir.DataType, reduction: str) -> ir.Node:
 )
 def test_reductions_that_the_kernel_does_not_compute(op_type: str, dtype: ir.DataType, reduction: str) -> None:
     assert not capabilities.has_kernel(_scatter(op_type, dtype, reduction), provider=CUDA, opset=18)
+
+
+@pytest.mark.parametrize("op_type", ["ScatterND", "ScatterElements"])
+def test_sums_in_any_order_are_not_deterministic(op_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "check_provider", lambda *_: None)
+    monkeypatch.setattr(capabilities, "_probe", lambda *_: True)
+    monkeypatch.setattr(capabilities, "_probed", {})
+    add, put = (_scatter(op_type, ir.DataType.FLOAT, reduction) for reduction in ("add", "none"))
+    assert capabilities.has_kernel(add, provider=CUDA, opset=18)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not capabilities.has_kernel(add, provider=CUDA, opset=18) and capabilities.has_kernel(put, provider=CUDA, opset=18)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_only_the_cpu_provider_has_it(over_stand_in: Callable[..., object]) -> None:
