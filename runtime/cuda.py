@@ -45,7 +45,12 @@ class Numerics:
 
     @classmethod
     def now(cls, *, products: bool, convolutions: bool) -> Numerics:
-        """The flags at this moment, for a graph with such nodes: ONNX Runtime has one switch where PyTorch has two, so that both must allow."""
+        """The flags at this moment, for a graph with such nodes of float32.
+
+        ONNX Runtime has one switch where PyTorch has two, so that both must allow: with PyTorch's own settings (convolutions in TensorFloat-32,
+        products not) a ResNet in float32 gets none, for its last layer. Without it 1.31 runs convolutions of float16, too, without tensor cores
+        (`conv.cc`), so that a graph without float32 is left as it is.
+        """
         backends = torch.backends
         convolution = backends.cudnn.conv  # type: ignore[attr-defined]
         forbidden = (products and backends.cuda.matmul.fp32_precision != "tf32") or (convolutions and convolution.fp32_precision != "tf32")

@@ -108,7 +108,8 @@ class Program:
         model: The serialised `onnx.ModelProto`.
         inputs: Names of the graph's inputs.
         outputs: Names of its outputs.
-        operators: The types of its nodes.
+        single_products: Whether it has products of float32.
+        single_convolutions: Whether it has convolutions of float32.
         lines: The user's line for each node by name.
         disabled: ONNX Runtime's graph optimizers that would break it.
         can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
@@ -118,7 +119,8 @@ class Program:
     model: bytes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    operators: frozenset[str]
+    single_products: bool
+    single_convolutions: bool
     lines: Mapping[str | None, str | None]
     disabled: tuple[str, ...]
     can_be_captured: bool
@@ -137,7 +139,8 @@ class Program:
             model=ir.to_proto(model).SerializeToString(),
             inputs=tuple(str(value.name) for value in model.graph.inputs),
             outputs=tuple(str(value.name) for value in model.graph.outputs),
-            operators=frozenset(node.op_type for node in model.graph),
+            single_products=_has_singles(model, _PRODUCTS),
+            single_convolutions=_has_singles(model, _CONVOLUTIONS),
             lines={node.name: node.metadata_props.get("stack_trace") for node in model.graph},
             disabled=tuple(disabled),
             can_be_captured=_can_be_captured(model),
@@ -201,8 +204,7 @@ class Session:
         given = self._config.provider_options
         if self._config.provider != cuda.PROVIDER:
             return {key: str(value) for key, value in given.items()}
-        operators = self._program.operators
-        numerics = cuda.Numerics.now(products=not operators.isdisjoint(_PRODUCTS), convolutions=not operators.isdisjoint(_CONVOLUTIONS))
+        numerics = cuda.Numerics.now(products=self._program.single_products, convolutions=self._program.single_convolutions)
         if self.captures:
             stream = None if self._stream is None else self._stream.cuda_stream
             return cuda.capture_options(self._config.device, numerics, stream, given)
@@ -218,6 +220,7 @@ class Session:
     @contextlib.contextmanager
     def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:
         device = self._config.device
+        cuda.take_failure()  # one that ONNX Runtime survived is not the reason of what fails from here on
         with torch.cuda.device(device):  # ONNX Runtime makes it the current one and leaves it so
             fence = cuda.Fence.of(device, self._stream)
             if fence is not None:
@@ -291,6 +294,12 @@ class Session:
             registration.release()
         if getattr(self, "_open", None) is not None:
             self.close()
+
+
+def _has_singles(model: ir.Model, operators: set[str]) -> bool:
+    """Whether nodes of these operators take float32; one whose inputs' dtypes are not known may."""
+    nodes = (node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in operators)
+    return any(value is not None and value.dtype in (None, ir.DataType.FLOAT) for node in nodes for value in node.inputs)
 
 
 # The host decides what comes next, or waits for a size.

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import pytest
 import torch
 
-from ort_backend.runtime import cuda
+from ort_backend.runtime import binding, cuda, session
 from ort_backend.runtime.cuda import Allocator, Fence, Numerics
+from ort_backend.runtime.session import Program
 
 NUMERICS = Numerics(tf32=False, algorithms="HEURISTIC")
 ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
@@ -136,3 +138,35 @@ def test_a_fence_orders_the_streams_in_both_directions() -> None:
 def test_there_is_no_fence_on_the_default_stream() -> None:
     with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True):
         assert Fence.of(0) is None
+
+
+@pytest.mark.parametrize(
+    ("op_type", "dtype", "products", "convolutions"),
+    [
+        ("MatMul", ir.DataType.FLOAT, True, False),
+        ("MatMul", ir.DataType.BFLOAT16, False, False),
+        ("Conv", ir.DataType.FLOAT, False, True),
+        ("Conv", ir.DataType.FLOAT16, False, False),
+    ],
+)
+def test_tf32_concerns_float32_alone(op_type: str, dtype: ir.DataType, products: bool, convolutions: bool) -> None:
+    shape = ir.Shape([4, 4, 4])
+    x, y, z = (ir.Value(name=name, type=ir.TensorType(dtype), shape=shape) for name in "xyz")
+    graph = ir.Graph([x, y], [z], nodes=[ir.Node("", op_type, [x, y], outputs=[z])], opset_imports={"": 18}, name="graph")
+    program = Program.of(ir.Model(graph, ir_version=9), cuda.PROVIDER)
+    assert (program.single_products, program.single_convolutions) == (products, convolutions)
+
+
+def test_products_inside_loops_count() -> None:
+    x, y, z = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4, 4])) for name in "xyz")
+    condition, out = ir.Value(name="c", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])), ir.Value(name="out")
+    branch = ir.Graph([], [z], nodes=[ir.Node("", "MatMul", [x, y], outputs=[z])], name="branch")
+    node = ir.Node("", "If", [condition], [ir.AttrGraph("then_branch", branch)], outputs=[out])
+    graph = ir.Graph([condition, x, y], [out], nodes=[node], opset_imports={"": 18}, name="graph")
+    assert session._has_singles(ir.Model(graph, ir_version=9), {"MatMul"})
+
+
+def test_a_device_of_cuda_is_nvidias() -> None:
+    device = binding.ort_device(torch.device("cuda", 1))
+    assert device.device_id() == 1 and device.device_type() == binding.C.OrtDevice.cuda()
+    assert not hasattr(device, "vendor_id") or device.vendor_id() == 0x10DE
