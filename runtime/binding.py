@@ -94,10 +94,16 @@ class Output:
     parts: tuple[Output, ...] = ()
 
 
+_NVIDIA = 0x10DE  # its PCI vendor id, `OrtDevice::VendorIds::NVIDIA`
+
+
 def ort_device(device: torch.device) -> Any:
     """torch's device as ONNX Runtime names it."""
-    kind = C.OrtDevice.cuda() if device.type == "cuda" else C.OrtDevice.cpu()
-    return C.OrtDevice(kind, C.OrtDevice.default_memory(), device.index or 0)
+    if device.type != "cuda":
+        return C.OrtDevice(C.OrtDevice.cpu(), C.OrtDevice.default_memory(), device.index or 0)
+    # A build without the CUDA provider, which may get it as a plug-in, takes a GPU of no vendor for WebGPU's (1.32).
+    vendor = (_NVIDIA,) if hasattr(C.OrtDevice, "vendor_id") else ()
+    return C.OrtDevice(C.OrtDevice.cuda(), C.OrtDevice.default_memory(), *vendor, device.index or 0)
 
 
 def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:
