@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from ort_backend.runtime import binding, cuda, session
+from ort_backend.runtime import binding, capabilities, cuda, session
 from ort_backend.runtime.cuda import Allocator, Fence, Numerics
 from ort_backend.runtime.session import Program
 
@@ -170,3 +171,28 @@ def test_a_device_of_cuda_is_nvidias() -> None:
     device = binding.ort_device(torch.device("cuda", 1))
     assert device.device_id() == 1 and device.device_type() == binding.C.OrtDevice.cuda()
     assert not hasattr(device, "vendor_id") or device.vendor_id() == 0x10DE
+
+
+def test_a_refused_allocation_that_a_run_survived_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(Fence, "of", lambda *_: None)
+    x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4])) for name in "xy")
+    graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 18}, name="graph")
+    one = session.Session(Program.of(ir.Model(graph, ir_version=9)), session.SessionConfig(), ())
+    one.on_cuda = True
+    cuda._failure.error = torch.OutOfMemoryError("earlier")
+    with one.running():
+        assert cuda.take_failure() is None
+
+
+def test_sessions_are_made_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider makes it that, and it would stay so."""
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
+    asked: list[Any] = []
+    monkeypatch.setattr(capabilities.ort, "InferenceSession", lambda *_, providers, **__: asked.append(providers))
+    capabilities._session(
+        ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=9), cuda.PROVIDER, 3, capabilities.ort.SessionOptions()
+    )
+    assert entered == [3] and asked == [[(cuda.PROVIDER, {"device_id": "3"})]]
