@@ -99,12 +99,13 @@ def _mask_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
     if layout is None or train is False:
         return None
     rank, dtype, device = source.dim(), source.dtype, source.device
+    fused = aten.native_dropout.default if is_fused else None  # not looked up where it draws: the namespace cannot be pickled
 
     def draw(args: Sequence[Any]) -> torch.Tensor:
         numbers = layout(args)
         like = torch.empty_strided(numbers[:rank], numbers[rank:], dtype=dtype, device=device)
-        if is_fused:
-            return aten.native_dropout.default(like, p, True)[1]
+        if fused is not None:
+            return fused(like, p, True)[1]
         return like.fill_(False) if p == 1.0 else like.bernoulli_(1.0 - p)  # eager draws nothing for p = 1
 
     return draw
