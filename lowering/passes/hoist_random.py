@@ -91,16 +91,21 @@ def _draw_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
 
 def _mask_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
     fake, p = node.meta["val"][1], float(node.args[1])  # type: ignore[arg-type]
-    layout = evaluator((*fake.shape, *fake.stride()), placeholders)
+    is_fused = fake.device.type == "cuda" and 0.0 < p < 1.0
+    # The fused kernel draws several numbers at a time, how many and in what order depends on its input: dtype, strides, address.
+    source = node.args[0].meta["val"] if is_fused else fake  # type: ignore[union-attr]
+    layout = evaluator((*source.shape, *source.stride()), placeholders)
     train = node.args[2] if len(node.args) > 2 else None
     if layout is None or train is False:
         return None
-    rank, device = fake.dim(), fake.device
+    rank, dtype, device = source.dim(), source.dtype, source.device
 
     def draw(args: Sequence[Any]) -> torch.Tensor:
         numbers = layout(args)
-        mask = torch.empty_strided(numbers[:rank], numbers[rank:], dtype=torch.bool, device=device)
-        return mask.fill_(False) if p == 1.0 else mask.bernoulli_(1.0 - p)  # eager draws nothing for p = 1
+        like = torch.empty_strided(numbers[:rank], numbers[rank:], dtype=dtype, device=device)
+        if is_fused:
+            return aten.native_dropout.default(like, p, True)[1]
+        return like.fill_(False) if p == 1.0 else like.bernoulli_(1.0 - p)  # eager draws nothing for p = 1
 
     return draw
 
@@ -165,11 +170,20 @@ def draw_masks_only(graph: fx.Graph, dropouts: Sequence[fx.Node]) -> None:
 def _drop_by(graph: fx.Graph, node: fx.Node, mask: fx.Node) -> None:
     """Lets everyone read the product with `mask` in the place of a dropout's result, and `mask` in that of its mask."""
     output, (source, p) = node.meta["val"][0], node.args[:2]
-    with unset_fake_temporarily():
-        scale = 0.0 if p == 1.0 else torch.ones((), dtype=output.dtype).div(1.0 - float(p)).item()  # type: ignore[arg-type]  # rounded as eager does
+    scale = _scale(float(p), output)  # type: ignore[arg-type]
     with graph.inserting_after(max(node, mask)):
         scaled = graph.call_function(aten.native_dropout_backward.default, (source, mask, scale))
     scaled.meta = {**node.meta, "val": output}
     for user in [user for user in node.users if user is not mask]:
         user.replace_all_uses_with((scaled, mask)[user.args[1]])  # type: ignore[index]
         graph.erase_node(user)
+
+
+def _scale(p: float, output: torch.Tensor) -> float:
+    """What eager multiplies by: on the CPU a tensor of the result's dtype, on CUDA a float32 (read in torch: `Dropout.cu`)."""
+    if p == 1.0:
+        return 0.0
+    if output.device.type == "cuda":
+        return 1.0 / (1.0 - p)
+    with unset_fake_temporarily():
+        return torch.ones((), dtype=output.dtype).div(1.0 - p).item()
