@@ -109,9 +109,15 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
                 scale = max(expected.grad.abs().max().item(), floor)
                 worst = max(worst, (parameter.grad - expected.grad).abs().max().item() / scale)
                 parameter.grad = expected.grad = None
+    buffers = max((_difference(*both) for both in zip(own.buffers(), eager.buffers(), strict=True)), default=0.0)
     graphs = ort_backend.report().graphs[before:]
-    found = {"worst": worst, "right": worst <= tolerance, **what_ran(graphs)}
-    return {**found, "right": found["right"] and found["ran"] and found["sessions"] > 0 and not found["unexpected"]}
+    found = {"worst": worst, "buffers": buffers, **what_ran(graphs)}
+    return {**found, "right": max(worst, buffers) <= tolerance and found["ran"] and found["sessions"] > 0 and not found["unexpected"]}
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest, relative to the largest number."""
+    return (actual - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
 
 
 def what_ran(graphs: Sequence[GraphReport]) -> dict[str, Any]:
@@ -159,6 +165,7 @@ def _judged(case: Case, device: str, variant: str) -> dict[str, Any]:
     verdict = "ok" if found["right"] else "WRONG" if "worst" in found else "ERROR"
     if "worst" in found:
         verdict += f", gradients differ by {found['worst']:.1e} of the largest, allowed {tolerance:.0e}"
+        verdict += f", buffers by {found['buffers']:.1e}" if found["buffers"] else ""
         verdict += "" if found["ran"] and found["sessions"] else f", {found['sessions']} sessions, not all of which ran at every step"
         verdict += f", PyTorch ran {', '.join(found['pytorch_operators'])}" if found["pytorch_operators"] else ""
     return {"verdict": verdict, "seconds": round(time.perf_counter() - started, 2), **found}

@@ -145,7 +145,9 @@ def _varies(value: ir.Value) -> bool:
 def _batch_norm_fused(
     op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """(result, mean, biased variance, 1 / deviation) of the batch."""
+    """(result, mean, variance, 1 / deviation) of the batch. The variance is biased on the CPU, and unbiased on CUDA, as cuDNN's is (read in
+    1.19.2: orttraining/training_ops/cuda/nn/batch_norm_internal.cc).
+    """
     _refuse_double(input)
     if not (_varies(running_mean) and _varies(running_var)):
         raise Unsupported("the kernel writes over the running statistics, which are constants")
@@ -188,13 +190,17 @@ def _count(op: Any, input: ir.Value) -> float | ir.Value:
     return op.Cast(op.Div(element_count(op, input), known), to=input.dtype)
 
 
-def _updated(op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float) -> list[ir.Value]:
-    """The running statistics after the batch. PyTorch's running variance is unbiased."""
-    count = _count(op, input)
-    if isinstance(count, float):
-        bessel = momentum * count / (count - 1) if count > 1 else math.inf
-    else:
-        bessel = op.Mul(op.Div(count, op.Sub(count, 1.0)), momentum)
+def _updated(
+    op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float, is_biased: bool
+) -> list[ir.Value]:
+    """The running statistics after the batch. PyTorch's running variance is unbiased; `is_biased`: whether the batch's is not."""
+    bessel: Any = momentum
+    if is_biased:
+        count = _count(op, input)
+        if isinstance(count, float):
+            bessel = momentum * count / (count - 1) if count > 1 else math.inf
+        else:
+            bessel = op.Mul(op.Div(count, op.Sub(count, 1.0)), momentum)
     return [
         op.Add(op.Mul(running_mean, 1.0 - momentum), op.Mul(mean, momentum)),
         op.Add(op.Mul(running_var, 1.0 - momentum), op.Mul(variance, bessel)),
@@ -214,13 +220,23 @@ def _nothing(op: Any, like: ir.Value) -> ir.Value:
 
 
 def _functional(
-    statistics: Any, op: Any, input: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+    statistics: Any,
+    op: Any,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    is_biased: bool = True,
 ) -> Any:
     if not training:
         none = _nothing(op, input)
         return _inference(op, input, weight, bias, mean, var, eps), none, none, op.Identity(mean), op.Identity(var)
     out, batch_mean, variance, rstd = statistics(op, input, weight, bias, mean, var, eps)
-    return out, batch_mean, rstd, *_updated(op, input, mean, var, batch_mean, variance, momentum)
+    return out, batch_mean, rstd, *_updated(op, input, mean, var, batch_mean, variance, momentum, is_biased)
 
 
 @register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",))
@@ -229,6 +245,14 @@ def native_batch_norm_functional_fused(op, input, weight, bias, running_mean, ru
     float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
     """
     return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+@register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",), device="cuda")
+def native_batch_norm_functional_cuda(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
+    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
+    """
+    return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps, is_biased=False)
 
 
 @register(aten._native_batch_norm_legit_functional.default)

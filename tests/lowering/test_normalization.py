@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import randn
 from torch.nn import functional as F
+
+from ort_backend.runtime import capabilities
 
 aten = torch.ops.aten
 contrib = pytest.mark.parametrize("contrib", [True, False], ids=["fused", "plain"])
@@ -114,6 +117,21 @@ def test_batch_norm_with_constant_running_statistics(check: Callable) -> None:
         return list(aten._native_batch_norm_legit_functional(x, None, None, torch.zeros(3), torch.ones(3), True, 0.1, 1e-5))
 
     check(constant, randn(4, 3, 5))
+
+
+@pytest.mark.skipif(not capabilities.has_training(), reason="the fused kernel needs onnxruntime-training")
+def test_the_variance_of_the_fused_kernel_of_cuda_is_taken_for_unbiased(lower: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own graph, run by the CPU's kernel, whose variance is biased, has that as the batch's part."""
+
+    def statistics(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> list[torch.Tensor]:
+        return list(aten._native_batch_norm_legit_functional(x, None, None, mean, var, True, 0.1, 1e-5)[3:])
+
+    target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), provider="CUDAExecutionProvider")
+    monkeypatch.setattr(capabilities, "target", lambda *_: target)
+    x, mean, var = randn(4, 3, 5), randn(3), torch.rand(3)
+    new_mean, new_var = lower(statistics, (x, mean, var))(x, mean, var)
+    torch.testing.assert_close(new_mean, 0.9 * mean + 0.1 * x.mean((0, 2)))
+    torch.testing.assert_close(new_var, 0.9 * var + 0.1 * x.var((0, 2), unbiased=False))
 
 
 @contrib
