@@ -5,10 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The tool as a module."""
+    monkeypatch.syspath_prepend(TOOLS)
+    return __import__("gpu_check")
 
 
 def test_it_starts_without_pytest() -> None:
@@ -32,3 +42,41 @@ def test_convolutions_of_eager_are_computed_in_float32() -> None:
     code = f"import sys, torch; sys.path.insert(0, {str(TOOLS)!r}); import gpu_smoke; gpu_smoke.CASES = (); assert gpu_smoke.main() == 0"
     code += "; assert torch.backends.cudnn.conv.fp32_precision != 'tf32'"
     subprocess.run([sys.executable, "-c", code, "--device", "cpu"], check=True)
+
+
+def test_a_case_of_smoke_that_hangs_ends_its_process() -> None:
+    code = f"import signal, sys; sys.path.insert(0, {str(TOOLS)!r}); import gpu_smoke; gpu_smoke.LIMIT = 0.5"
+    code += "; gpu_smoke.CASES = (('waits', signal.pause, None, 0.0),); gpu_smoke.main()"
+    command = [sys.executable, "-c", code, "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "CASE waits" in done.stdout and "RESULT" not in done.stdout
+    assert done.stderr.startswith("Timeout (") and "in _judged" in done.stderr
+
+
+def _smoke(gpu_check: ModuleType, *results: tuple[int | None, str], left: float = 100.0) -> tuple[dict[str, Any], list[int]]:
+    """What `smoke` says at the end of processes with these statuses and outputs, and how many cases each of them left out."""
+    firsts: list[int] = []
+
+    def call(stage: str, command: list[str]) -> dict[str, Any]:
+        status, output = results[len(firsts)]
+        firsts.append(int(command[-1]))
+        return {"command": command, "status": status, "seconds": 1.0, "output": output}
+
+    run = SimpleNamespace(call=call, left=lambda: left, arguments=SimpleNamespace(device="cpu"))
+    *_, last = gpu_check.smoke(run, {})
+    return last, firsts
+
+
+_OK = 'CASE a\nRESULT {"name": "a", "right": true, "verdict": "ok"}\n'
+
+
+def test_smoke_goes_on_behind_what_hangs_or_crashes(gpu_check: ModuleType) -> None:
+    hang = "CASE b\nTimeout (0:01:30)!\nThread 1\n"
+    found, firsts = _smoke(gpu_check, (1, _OK + hang), (None, "CASE c\n"))
+    assert firsts == [0, 2] and [case["verdict"] for case in found["cases"]] == ["ok", "HUNG", "HUNG"]  # two hangs: enough
+    assert found["status"] is None and "Thread 1" in found["cases"][1]["error"]
+    found, firsts = _smoke(gpu_check, (-11, "CASE a\n"), (None, _OK + "CASE b\n"), (70, _OK), (0, ""))
+    assert firsts == [0, 1, 3, 4] and [case["verdict"] for case in found["cases"]] == ["CRASHED (exit status -11)", "ok", "HUNG", "ok"]
+    assert found["status"] == 70
+    found, _ = _smoke(gpu_check, (None, _OK + "CASE b\n"), (None, "no time was left to start it"), left=1.0)
+    assert [case["verdict"] for case in found["cases"]] == ["ok", "NOT DONE"] and found["status"] is None

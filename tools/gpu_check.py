@@ -61,6 +61,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
 _LEAST = 5.0  # seconds: with less, nothing is started
+_LONGEST = {"smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
+_HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
 _BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
@@ -78,10 +80,14 @@ class Run:
         self.environment = environment(arguments.behind)
         self._end = time.monotonic() + arguments.budget
 
-    def call(self, command: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    def left(self) -> float:
+        """Seconds."""
+        return self._end - time.monotonic()
+
+    def call(self, stage: str, command: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
         """Runs a command in the checkout: `command`, `status` (None: it ran out of time), `seconds`, `output`. All of it goes to the log."""
         started = time.monotonic()
-        timeout = min(self.arguments.timeout, self._end - started)
+        timeout = min(self.arguments.timeout or _LONGEST[stage], self.left())
         if timeout < _LEAST:
             return {"command": list(command), "status": None, "seconds": 0.0, "output": "no time was left to start it"}
         with self.log.open("ab") as log:
@@ -105,7 +111,8 @@ def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to a process
+            process.wait(_LEAST)
 
 
 def environment(behind: str | None) -> dict[str, str]:
@@ -139,22 +146,26 @@ def _own(environment: dict[str, str]) -> dict[str, str]:
 
 
 def smoke(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Training steps of small models against eager PyTorch. A case that kills the process does not stop the next ones."""
+    """Training steps of small models against eager PyTorch. A case that kills its process, or hangs, does not stop the next ones."""
     cases: list[dict[str, Any]] = []
-    seconds, worst = 0.0, 0
+    seconds, worst, hangs = 0.0, 0, 0
     while True:
         command = [sys.executable, str(ROOT / "tools" / "gpu_smoke.py"), "--device", run.arguments.device, "--first", str(len(cases))]
-        result = run.call(command)
+        result = run.call("smoke", command)
         lines = result["output"].splitlines()
         found = [json.loads(line[len("RESULT ") :]) for line in lines if line.startswith("RESULT ")]
         started = [line[len("CASE ") :] for line in lines if line.startswith("CASE ")]
         cases += found
-        if len(started) > len(found):
-            cases.append({"name": started[-1], "verdict": "CRASHED" if result["status"] is not None else "NOT DONE", "right": False})
+        is_unfinished = len(started) > len(found)
+        if is_unfinished:
+            hung = any(line.startswith("Timeout (") for line in lines) or (result["status"] is None and run.left() >= _LEAST)  # faulthandler's word
+            verdict = "HUNG" if hung else "NOT DONE" if result["status"] is None else f"CRASHED (exit status {result['status']})"
+            hangs += hung
+            cases.append({"name": started[-1], "verdict": verdict, "right": False, "error": result["output"][-1500:]})
         seconds, worst = seconds + result["seconds"], max(worst, result["status"] or 0, int(any(not case["right"] for case in cases)))
         status = None if result["status"] is None else worst
         yield {**result, "status": status, "seconds": seconds, "output": result["output"][-_TAIL:], "cases": cases}
-        if result["status"] in (0, 1, None) or not started:
+        if not (is_unfinished or result["status"] == 70 and started) or hangs >= _HANGS:
             return
 
 
@@ -177,7 +188,7 @@ def _pytest(run: Run, name: str, before: dict[str, Any], chosen: Sequence[str]) 
     if importlib.util.find_spec("xdist") is not None or run.arguments.behind:
         command += [f"--numprocesses={run.arguments.workers}", "--max-worker-restart=1000"]
     command += ["--continue-on-collection-errors", *chosen, *run.arguments.pytest]
-    result = run.call(command, {**run.environment, "RECORDED_TO": str(record), "RECORDED_BEFORE": str(known)})
+    result = run.call(name, command, {**run.environment, "RECORDED_TO": str(record), "RECORDED_BEFORE": str(known)})
     done = outcomes(record)
     counts = {outcome: [one for one in done.values() if one["outcome"] == outcome] for outcome in ("passed", "skipped", "failed")}
     status = 0 if result["status"] == 5 and done else result["status"]  # 5: there was nothing left to run
@@ -193,7 +204,7 @@ def bench(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
     runs = {name: one for name, one in before.get("runs", {}).items() if one["status"] is not None} if run.arguments.resume else {}
     names, wanted = list(run.arguments.models), [(sys.executable, ["aot_eager", "ort_training"])]
     if not names:
-        listed = run.call([sys.executable, "-c", _CASES])
+        listed = run.call("bench", [sys.executable, "-c", _CASES])
         found = [line.split()[1:] for line in listed["output"].splitlines() if line.startswith("CASES ")]
         if not found:
             yield {**listed, "status": listed["status"] or 1, "output": listed["output"][-_TAIL:]}
@@ -219,7 +230,7 @@ def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[
     shutil.rmtree(folder, ignore_errors=True)
     command = [python, "-m", "benchmarks", "run", "--device", run.arguments.device, "--out", str(folder), "--no-plots"]
     command += ["--models", model, "--dtypes", dtype, "--backends", *backends, *run.arguments.bench]
-    result = run.call(command, None if python == sys.executable else {**_own(run.environment), "PYTHONPATH": str(ROOT)})
+    result = run.call("bench", command, None if python == sys.executable else {**_own(run.environment), "PYTHONPATH": str(ROOT)})
     found = folder / "results.json"
     if found.exists():
         result["models"] = {case: _figures(measured) for case, measured in json.loads(found.read_text())["models"].items()}
@@ -280,7 +291,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--resume", action="store_true", help="goes on with OUT: tests and models that have a result there are not run again")
     parser.add_argument("--budget", type=float, default=86400, help="seconds for everything (default: a day)")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each process (default: 3600)")
+    parser.add_argument("--timeout", type=float, help=f"seconds for each process (default: {_LONGEST})")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes for tests (default: half of the cores)")
     parser.add_argument("--models", nargs="+", default=[], help="for bench (default: the models of real sizes)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="for bench (default: bfloat16)")

@@ -24,7 +24,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _details(stage: dict[str, Any]) -> list[str]:
     if "cases" in stage:
-        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"])]
+        errors = [f"{case['name']}:\n\n```\n{case['error'][-1500:]}\n```" for case in stage["cases"] if case.get("error")]
+        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"]), *errors]
     if "failed" in stage:
         counted = f"{stage['passed']} of {stage['tests']} passed, {stage['skipped']} skipped, {len(stage['failed'])} failed."
         shown = [f"- {one['test']}\n\n```\n{one['text'][-_TEXT:]}\n```" for one in stage["failed"][:_SHOWN]]

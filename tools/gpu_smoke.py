@@ -3,7 +3,7 @@
     python tools/gpu_smoke.py [--device cpu] [--first N]
 
 Prints lines `CASE name` and `RESULT {json}` for each case, from the Nth on. The exit status is 1 if one is wrong, and 70 where a case has left an
-error on the device that every later one in this process would meet.
+error on the device that every later one in this process would meet. A case that takes longer than `LIMIT` ends the process, which says where it was.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import faulthandler
 import itertools
 import json
 import sys
@@ -29,6 +30,7 @@ from ort_backend.graph_report import GraphReport
 from ort_backend.runtime import capabilities
 
 STEPS = 5  # where runs are captured as CUDA graphs, the last of them are replayed
+LIMIT = 90.0  # seconds of a case
 VARIANTS = ("", "side stream", "CUDA graphs")
 Made = tuple[nn.Module, Tensor]
 
@@ -148,10 +150,13 @@ def main() -> int:
     for variant, case in list(itertools.product(variants, CASES))[arguments.first :]:
         title = case[0] + (f" ({variant})" if variant else "")
         _write(f"CASE {title}")
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         found = _judged(case, device, variant)
         _write(f"RESULT {json.dumps({'name': title, **found})}")
         failed += not found["right"]
-        if not device_works():
+        works = device_works()
+        faulthandler.cancel_dump_traceback_later()
+        if not works:
             return 70
     return int(failed > 0)
 
