@@ -45,12 +45,12 @@ def test_convolutions_of_eager_are_computed_in_float32() -> None:
 
 
 def test_a_case_of_smoke_that_hangs_ends_its_process() -> None:
-    code = f"import signal, sys; sys.path.insert(0, {str(TOOLS)!r}); import gpu_smoke; gpu_smoke.LIMIT = 0.5"
+    code = f"import signal, sys; sys.path.insert(0, {str(TOOLS)!r}); import torch._dynamo, gpu_smoke; gpu_smoke.LIMIT = 1.0"
     code += "; gpu_smoke.CASES = (('waits', signal.pause, None, 0.0),); gpu_smoke.main()"
     command = [sys.executable, "-c", code, "--device", "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1 and "CASE waits" in done.stdout and "RESULT" not in done.stdout
-    assert done.stderr.startswith("Timeout (") and "in _judged" in done.stderr
+    assert done.stderr.startswith("Timeout (") and "Thread 0x" in done.stderr
 
 
 def _smoke(gpu_check: ModuleType, *results: tuple[int | None, str], left: float = 100.0) -> tuple[dict[str, Any], list[int]]:
@@ -80,3 +80,23 @@ def test_smoke_goes_on_behind_what_hangs_or_crashes(gpu_check: ModuleType) -> No
     assert found["status"] == 70
     found, _ = _smoke(gpu_check, (None, _OK + "CASE b\n"), (None, "no time was left to start it"), left=1.0)
     assert [case["verdict"] for case in found["cases"]] == ["ok", "NOT DONE"] and found["status"] is None
+
+
+def test_the_log_is_capped_and_the_end_of_the_output_is_found(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "_LOG", 100_000)
+    run = gpu_check.Run.__new__(gpu_check.Run)
+    run.arguments, run.log, run.environment, run._end = SimpleNamespace(timeout=60.0), tmp_path / "log.txt", {}, float("inf")
+    run.log.write_text("earlier\n" * 5000)
+    assert run.call("smoke", [sys.executable, "-c", "print('short')"])["output"] == "short\n"
+    result = run.call("smoke", [sys.executable, "-c", "print('x' * 200_000); print('RESULT')"])
+    assert result["status"] == 0 and result["output"].endswith("xxx\nRESULT\n") and run.log.stat().st_size <= 100_000
+    assert run.call("smoke", [sys.executable, "-c", "print('short')"])["output"] == "short\n"
+
+
+def test_results_are_replaced_whole_and_read_where_they_are(gpu_check: ModuleType, tmp_path: Path) -> None:
+    kept = tmp_path / "gpu.json"
+    assert gpu_check._stages(kept) == {}
+    gpu_check._replace(kept, '{"stages": {"smoke": 1}}')
+    assert gpu_check._stages(kept) == {"smoke": 1} and len(list(tmp_path.glob("*"))) == 1
+    kept.write_text('{"stages": {"smo')
+    assert gpu_check._stages(kept) == {}

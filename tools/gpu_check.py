@@ -12,15 +12,22 @@ Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; 
     python3 ../shared/gpu-kit/stage.py W/train119 . all && python3 ../shared/gpu-kit/stage.py W/gpu131 . all --as .ortkit131
     pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex
 
-Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/OUT end:
+Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/train119 or ~/gpu131 end, and copies them
+to $OUT as they grow: a call that is cut off would bring nothing back otherwise. `...` stands for what the first call has there.
 
-    carry .ortkit:    python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
-                      . ~/kit/train119/env.sh; tpy ~/kit/train119/smoke.py 2>&1 | tee $OUT/kit.txt
-                      G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
-                      $G --budget 450 --stages smoke tests suite; cp ~/train119/* $OUT
-    nothing:          . ~/kit/train119/env.sh; G=...; $G --budget 250 --stages suite; $G --budget 280 --stages bench --bench=--no-compile; cp ...
-    carry .ortkit131: python3 .ortkit131/unpack.py .ortkit131 ~/kit; . ~/kit/gpu131/env.sh; python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit.txt
-                      python3 tools/gpu_check.py --out ~/gpu131 --budget 450 --stages smoke tests bench --bench=--no-compile; cp ~/gpu131/* $OUT
+1, carry .ortkit: mkdir -p ~/train119; (while sleep 15; do cp -f ~/train119/* $OUT; done) > /dev/null 2>&1 &
+                  python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
+                  . ~/kit/train119/env.sh; export K D; export -f tpy; timeout -k 5 100 bash -c 'tpy ~/kit/train119/smoke.py' 2>&1 | tee $OUT/kit.txt
+                  G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
+                  $G --timeout 150 --budget 430 --stages smoke tests bench --models gpt2-small bert-base --bench="--no-compile --seconds 4"
+                  cp -f ~/train119/* $OUT
+2, carry .ortkit131: mkdir -p ~/gpu131; (while sleep 15; do cp -f ~/gpu131/* $OUT; done) > /dev/null 2>&1 &
+                  python3 .ortkit131/unpack.py .ortkit131 ~/kit
+                  . ~/kit/gpu131/env.sh; timeout -k 5 100 python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit.txt
+                  G="python3 tools/gpu_check.py --out $HOME/gpu131 --resume"
+                  $G --timeout 150 --budget 430 ...; cp -f ~/gpu131/* $OUT
+3, nothing:       (while ...) &
+                  . ~/kit/train119/env.sh; G="tpy ..."; $G --timeout 540 --budget 540 --stages suite; cp -f ~/train119/* $OUT
 
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
@@ -62,6 +69,7 @@ SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
 _LEAST = 5.0  # seconds: with less, nothing is started
 _LONGEST = {"smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
+_LOG = 12 << 20  # bytes of the log: a machine that is lent gives back files of 16 MiB at most
 _HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
 _BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
@@ -94,25 +102,41 @@ class Run:
             log.write(f"\n$ {shlex.join(command)}\n".encode())
             log.flush()
             place = log.tell()
-            status = _wait(command, log, environment or self.environment, timeout)
+            status, removed = _wait(command, log, environment or self.environment, timeout)
         with self.log.open("rb") as log:
-            log.seek(place)
+            log.seek(max(0, place - removed))
             output = log.read().decode(errors="replace")
         return {"command": list(command), "status": status, "seconds": round(time.monotonic() - started, 1), "output": output}
 
 
-def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout: float) -> int | None:
-    """Runs a command and, in the end, all that it started: in a process group, not in a session, which would outlive a stopped gpu-check."""
+def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout: float) -> tuple[int | None, int]:
+    """Runs a command and, in the end, all that it started: in a process group, not in a session, which would outlive a stopped gpu-check.
+
+    Returns the exit status (None: it ran out of time), and how many bytes were taken off the beginning of the log.
+    """
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+    end, removed = time.monotonic() + timeout, 0
     try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return None
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, 1.0)), removed + _cap(Path(log.name))
+            removed += _cap(Path(log.name))
+        return None, removed
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to a process
             process.wait(_LEAST)
+
+
+def _cap(log: Path) -> int:
+    """Takes the older half off a log that is too long, of which the writers know only the end: how many bytes."""
+    size = log.stat().st_size
+    if size <= _LOG:
+        return 0
+    newer = log.read_bytes()[-_LOG // 2 :]
+    log.write_bytes(newer)
+    return size - len(newer)
 
 
 def environment(behind: str | None) -> dict[str, str]:
@@ -303,6 +327,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _stages(kept: Path) -> dict[str, Any]:
+    """What an earlier run found; nothing where its file was cut off."""
+    try:
+        return json.loads(kept.read_text())["stages"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _replace(file: Path, text: str) -> None:
+    """Writes the file such that whoever reads or copies it meanwhile finds all of the old or all of the new one."""
+    made = file.with_name(f".{file.name}.tmp")
+    made.write_text(text)
+    os.replace(made, file)
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Runs the stages. Returns the exit status."""
     arguments = parse(given)
@@ -312,15 +351,15 @@ def main(given: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and "gpu" not in about:
         sys.exit("gpu-check: PyTorch sees no CUDA device (--device cpu shows that the command itself works)")
     kept = arguments.out / "gpu.json"
-    stages = json.loads(kept.read_text())["stages"] if kept.exists() else {}
+    stages = _stages(kept)
     run = Run(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     results = {"machine": about, "device": arguments.device, "stages": stages}
     for name in arguments.stages:
         for found in _results(STAGES[name], run, stages.get(name, {})):
             stages[name] = found
-            kept.write_text(json.dumps(results, indent=1) + "\n")
-            (arguments.out / "gpu.md").write_text(markdown(results))
+            _replace(kept, json.dumps(results, indent=1) + "\n")
+            _replace(arguments.out / "gpu.md", markdown(results))
         sys.stdout.write(f"{name}: exit status {stages[name]['status']}, {stages[name]['seconds']:.0f} s\n")
         sys.stdout.flush()
     sys.stdout.write(markdown(results) + f"\n{kept}, {arguments.out / 'gpu.md'}\n")
