@@ -111,7 +111,8 @@ def _jobs(settings: Settings, model: str, dtype: str) -> Iterator[Job]:
         yield Job(measure.compile_and_memory, f"{backend}, cold", arguments, backend)
         if backend in CACHING:
             yield Job(measure.compile_and_memory, f"{backend}, with its cache", arguments, backend, cached=True)
-    yield Job(measure.step_times, "steps", {**common, "backends": list(settings.backends), "seconds": settings.seconds})
+    steps = {**common, "backends": list(settings.backends), "seconds": settings.seconds, "recompiles": settings.compiles}
+    yield Job(measure.step_times, "steps", steps)
 
 
 def _outcome(job: Job, caches: Path, settings: Settings) -> dict[str, Any]:

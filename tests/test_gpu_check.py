@@ -93,6 +93,16 @@ def test_the_log_is_capped_and_the_end_of_the_output_is_found(gpu_check: ModuleT
     assert run.call("smoke", [sys.executable, "-c", "print('short')"])["output"] == "short\n"
 
 
+def test_the_report_tells_sessions_and_the_peak_of_pytorchs_pool(gpu_check: ModuleType) -> None:
+    details = {"sessions": 3, "python_op_names": ["aten.sort", "aten.topk"]}
+    steps = {"error": None, "step_ms": {"median": 12.5}, "details": details, "allocator_peak_bytes": 7_000_000}
+    process = {"allocator_peak_bytes": 8_000_000, "details": {**details, "sessions": 4}}
+    figures = gpu_check._figures({"backends": {"ort_training": steps, "inductor": {**steps, "peak_bytes": 9e6, "process": process}}})
+    table = __import__("gpu_report")._bench_table({"runs": {"": {"models": {"gpt": figures}}}})
+    assert "| gpt | ort_training | 12.50 |  |  | 7 | 3 | aten.sort, aten.topk |  |" in table
+    assert "| gpt | inductor | 12.50 |  | 9 | 8 | 4 | aten.sort, aten.topk |  |" in table
+
+
 def test_results_are_replaced_whole_and_read_where_they_are(gpu_check: ModuleType, tmp_path: Path) -> None:
     kept = tmp_path / "gpu.json"
     assert gpu_check._stages(kept) == {}

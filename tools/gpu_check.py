@@ -262,8 +262,13 @@ def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[
 
 
 def _figures(model: dict[str, Any]) -> dict[str, Any]:
+    """Of each backend. Where nothing but steps was measured, graphs and PyTorch's peak are those of the process that took them."""
     keys = ("error", "step_ms", "cold_compile_seconds", "peak_bytes", "loss_difference")
-    return {backend: {key: one.get(key) for key in keys} for backend, one in model["backends"].items()}
+    figures = {}
+    for backend, one in model["backends"].items():
+        of_process = one.get("process") or one
+        figures[backend] = {**{key: one.get(key) for key in keys}, **{key: of_process.get(key) for key in ("allocator_peak_bytes", "details")}}
+    return figures
 
 
 STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench}

@@ -38,12 +38,17 @@ def _details(stage: dict[str, Any]) -> list[str]:
 
 
 def _bench_table(stage: dict[str, Any]) -> str:
-    rows = ["| model | backend | step ms | compile s | peak MB | |", "|---|---|---:|---:|---:|---|"]
+    rows = [
+        "| model | backend | step ms | compile s | peak MB | of PyTorch's pool | sessions | PythonOps | |",
+        "|---|---|---:|---:|---:|---:|---:|---|---|",
+    ]
     for run in stage["runs"].values():
         for case, backends in run.get("models", {}).items():
             for backend, one in backends.items():
                 step = f"{one['step_ms']['median']:.2f}" if one.get("step_ms") else ""
                 seconds = f"{one['cold_compile_seconds']:.1f}" if one.get("cold_compile_seconds") else ""
-                peak = f"{one['peak_bytes'] / 1e6:.0f}" if one.get("peak_bytes") else ""
-                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {one.get('error') or ''} |")
+                peaks = [f"{one[key] / 1e6:.0f}" if one.get(key) else "" for key in ("peak_bytes", "allocator_peak_bytes")]
+                details = one.get("details") or {}
+                ran = [str(details.get("sessions", "")), ", ".join(details.get("python_op_names", ()))]
+                rows.append("| " + " | ".join([case, backend, step, seconds, *peaks, *ran, one.get("error") or ""]) + " |")
     return "\n".join(rows)
