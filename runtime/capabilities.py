@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import EnvironmentProblem, OptionError
@@ -180,6 +181,8 @@ def _reduces_rightly_on_cuda(node: ir.Node) -> bool:
     reduction = node.attributes.get("reduction")
     if node.domain or node.op_type not in _SCATTERS_ON_CUDA or reduction is None or reduction.as_string() == "none":
         return True
+    if torch.are_deterministic_algorithms_enabled():  # they add in the order in which threads come; PyTorch then sorts the indices first
+        return False
     return node.inputs[0] is not None and node.inputs[0].dtype in _SCATTERS_ON_CUDA[node.op_type]
 
 

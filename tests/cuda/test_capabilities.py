@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 import pytest
+import torch
 
 from ort_backend.runtime import capabilities
 
@@ -29,6 +30,23 @@ def _scatter(op_type: str, dtype: ir.DataType, reduction: str) -> ir.Node:
 )
 def test_reductions_that_the_kernel_does_not_compute(op_type: str, dtype: ir.DataType, reduction: str) -> None:
     assert not capabilities.has_kernel(_scatter(op_type, dtype, reduction), provider=CUDA, opset=18)
+
+
+@pytest.mark.parametrize("op_type", ["ScatterND", "ScatterElements"])
+def test_reductions_whose_order_changes_from_run_to_run(op_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ir.Node] = []
+    monkeypatch.setattr(capabilities, "check_provider", lambda *_: None)
+    monkeypatch.setattr(capabilities, "_probed", {})
+    monkeypatch.setattr(capabilities, "_probe", lambda node, *_: asked.append(node) is None)
+    node = _scatter(op_type, ir.DataType.FLOAT, "add")
+    assert capabilities.has_kernel(node, provider=CUDA, opset=18)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not capabilities.has_kernel(node, provider=CUDA, opset=18)  # although there is one, which is known
+        assert capabilities.has_kernel(_scatter(op_type, ir.DataType.FLOAT, "none"), provider=CUDA, opset=18)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert capabilities.has_kernel(node, provider=CUDA, opset=18) and len(asked) == 2
 
 
 def test_only_the_cpu_provider_has_it(over_stand_in: Callable[..., object]) -> None:
