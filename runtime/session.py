@@ -108,7 +108,7 @@ class Program:
         model: The serialised `onnx.ModelProto`.
         inputs: Names of the graph's inputs.
         outputs: Names of its outputs.
-        operators: The types of its nodes.
+        float32_operators: The types of its nodes that read float32.
         lines: The user's line for each node by name.
         disabled: ONNX Runtime's graph optimizers that would break it.
         can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
@@ -118,7 +118,7 @@ class Program:
     model: bytes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    operators: frozenset[str]
+    float32_operators: frozenset[str]
     lines: Mapping[str | None, str | None]
     disabled: tuple[str, ...]
     can_be_captured: bool
@@ -137,7 +137,7 @@ class Program:
             model=ir.to_proto(model).SerializeToString(),
             inputs=tuple(str(value.name) for value in model.graph.inputs),
             outputs=tuple(str(value.name) for value in model.graph.outputs),
-            operators=frozenset(node.op_type for node in model.graph),
+            float32_operators=frozenset(node.op_type for node in model.graph if any(map(_may_be_float32, node.inputs))),
             lines={node.name: node.metadata_props.get("stack_trace") for node in model.graph},
             disabled=tuple(disabled),
             can_be_captured=_can_be_captured(model),
@@ -201,7 +201,7 @@ class Session:
         given = self._config.provider_options
         if self._config.provider != cuda.PROVIDER:
             return {key: str(value) for key, value in given.items()}
-        operators = self._program.operators
+        operators = self._program.float32_operators  # 1.31 turns tensor cores off for half convolutions, too, where TensorFloat-32 is (`conv.cc`)
         numerics = cuda.Numerics.now(products=not operators.isdisjoint(_PRODUCTS), convolutions=not operators.isdisjoint(_CONVOLUTIONS))
         if self.captures:
             stream = None if self._stream is None else self._stream.cuda_stream
@@ -295,6 +295,10 @@ class Session:
 
 # The host decides what comes next, or waits for a size.
 _READ_BY_HOST = ("If", "Loop", "Scan", "PythonOp", "NonZero", "Compress", "Unique")
+
+
+def _may_be_float32(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (ir.DataType.FLOAT, None)
 
 
 def _can_be_captured(model: ir.Model) -> bool:

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import pytest
 import torch
 
 from ort_backend.runtime import cuda
 from ort_backend.runtime.cuda import Allocator, Fence, Numerics
+from ort_backend.runtime.session import Program
 
 NUMERICS = Numerics(tf32=False, algorithms="HEURISTIC")
 ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
@@ -52,6 +54,14 @@ def test_tf32_follows_the_older_switch_too() -> None:
     assert Numerics.now(products=True, convolutions=False).tf32
     torch.set_float32_matmul_precision("highest")
     assert not Numerics.now(products=True, convolutions=False).tf32
+
+
+@pytest.mark.parametrize(("dtype", "concerned"), [(ir.DataType.FLOAT, {"Conv"}), (ir.DataType.FLOAT16, set()), (None, {"Conv"})])
+def test_tf32_concerns_float32_only(dtype: ir.DataType | None, concerned: set[str]) -> None:
+    kind = None if dtype is None else ir.TensorType(dtype)
+    x, weight, y = (ir.Value(name=name, type=kind, shape=ir.Shape([1, 1, 1])) for name in ("x", "w", "y"))
+    graph = ir.Graph([x, weight], [y], nodes=[ir.Node("", "Conv", [x, weight, None], outputs=[y])], opset_imports={"": 18}, name="g")
+    assert Program.of(ir.Model(graph, ir_version=9), cuda.PROVIDER).float32_operators == concerned
 
 
 def test_convolution_algorithms_follow_cudnn_flags() -> None:
