@@ -27,7 +27,7 @@ _LEGACY_STREAM = "1"  # `cudaStreamLegacy`: the default stream, as a handle that
 
 
 def device(index: int) -> contextlib.AbstractContextManager[object]:
-    """To be around everything that makes a session: the provider makes its device the current one, and leaves it so."""
+    """To be around all that makes or ends a session: the provider makes its device the current one, and leaves it so."""
     return torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext()
 
 

@@ -176,10 +176,13 @@ class Session:
             EnvironmentProblem: it makes no session on the provider.
         """
         if self._open is None:
-            with cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext():
+            with self._on_its_device():
                 self._open = self._made()
             self.openings += 1
         return self._open._sess
+
+    def _on_its_device(self) -> contextlib.AbstractContextManager[object]:
+        return cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext()
 
     def _made(self) -> ort.InferenceSession:
         provider = (self._config.provider, self._provider_options())
@@ -253,7 +256,8 @@ class Session:
     def capture_no_more(self, why: Exception) -> None:
         """Makes plain runs of the next ones."""
         log.warning("%s runs without a CUDA graph: %s", self.name, why)
-        self.captures, self._stream, self._open = False, None, None
+        self.close()
+        self.captures, self._stream = False, None
 
     def used(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, after PyTorch was told that this session's stream uses its memory, also when nobody else does any more."""
@@ -269,7 +273,8 @@ class Session:
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
         if self._open is not None:
-            self._open = None
+            with self._on_its_device():
+                self._open = None
             if self._config.provider == CPU_PROVIDER:
                 arena.shrink()
                 memory.release()

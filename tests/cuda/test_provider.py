@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import onnxruntime as ort
 import pytest
 import torch
 
 from ort_backend.errors import EnvironmentProblem
-from ort_backend.runtime import capabilities
+from ort_backend.runtime import capabilities, cuda
 from ort_backend.runtime.session import Program, Session, SessionConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +85,36 @@ except Exception as error:
 else:
     raise AssertionError
 """)
+
+
+def test_sessions_are_made_and_ended_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider changes PyTorch's current device, which is restored around that."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Made:
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            seen.append(("made", current[0]))
+
+        def get_providers(self) -> list[str]:
+            return [cuda.PROVIDER]
+
+        def __del__(self) -> None:
+            seen.append(("ended", current[0]))
+
+    monkeypatch.setattr(cuda, "device", device)
+    monkeypatch.setattr("onnxruntime.InferenceSession", Made)
+    capabilities.check_provider.__wrapped__(cuda.PROVIDER, 1)
+    assert seen == [("made", 1), ("ended", 1)]
+    one = Session.__new__(Session)
+    one.on_cuda, one._config, one._open = True, SessionConfig(provider=cuda.PROVIDER, device=2), Made()  # type: ignore[assignment]
+    one.close()
+    assert seen[2:] == [("made", 0), ("ended", 2)]
 
 
 @pytest.fixture
