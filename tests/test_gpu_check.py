@@ -110,3 +110,15 @@ def test_results_are_replaced_whole_and_read_where_they_are(gpu_check: ModuleTyp
     assert gpu_check._stages(kept) == {"smoke": 1} and len(list(tmp_path.glob("*"))) == 1
     kept.write_text('{"stages": {"smo')
     assert gpu_check._stages(kept) == {}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the provider may work here")
+def test_a_provider_that_cannot_be_loaded_ends_it_with_the_reason(gpu_check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"gpu": "one", "python": "3", "versions": {}, "commit": None, "date": "today"}
+    monkeypatch.setattr(gpu_check, "machine", lambda device: about)
+    monkeypatch.setattr(gpu_check.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
+    with pytest.raises(SystemExit, match="(?s)gpu-check: ONNX.*makes no session on the CUDAExecutionProvider: "):
+        gpu_check.main(["--stages", "smoke", "--out", str(tmp_path / "out")])
+    report = (tmp_path / "out" / "gpu.md").read_text()
+    assert "## provider: FAILED" in report and "makes no session on the CUDAExecutionProvider: " in report and "## smoke" not in report

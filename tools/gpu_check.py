@@ -29,6 +29,7 @@ to $OUT as they grow: a call that is cut off would bring nothing back otherwise.
 3, nothing:       (while ...) &
                   . ~/kit/train119/env.sh; G="tpy ..."; $G --timeout 540 --budget 540 --stages suite; cp -f ~/train119/* $OUT
 
+First of all a process makes a session on the CUDA provider; where it cannot, nothing else is started: it says why, such as a library that is missing.
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
     smoke   a few training steps against eager PyTorch, on the default stream and on a side stream
@@ -68,11 +69,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
 _LEAST = 5.0  # seconds: with less, nothing is started
-_LONGEST = {"smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
+_LONGEST = {"provider": 120.0, "smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
 _LOG = 12 << 20  # bytes of the log: a machine that is lent gives back files of 16 MiB at most
 _HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
+_ASKING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # so that `torch.cuda.is_available` starts no CUDA, which processes forked later could not use
 _BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
+_PROVIDER = "from ort_backend.runtime import capabilities, cuda; capabilities.check_provider(cuda.PROVIDER)"
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
 # torch.testing._internal, where the operators' database is, derives from its TestCase.
 _EXPECTTEST = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
@@ -153,7 +156,7 @@ def environment(behind: str | None) -> dict[str, str]:
         (site / "expecttest.py").write_text(_EXPECTTEST)
     before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     paths = [ROOT, ROOT / "tests", ROOT / "tools", site, *before, *last]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **_ASKING}
 
 
 def _packages(python: str) -> Path:
@@ -340,6 +343,11 @@ def _stages(kept: Path) -> dict[str, Any]:
         return {}
 
 
+def _write(results: dict[str, Any], out: Path) -> None:
+    _replace(out / "gpu.json", json.dumps(results, indent=1) + "\n")
+    _replace(out / "gpu.md", markdown(results))
+
+
 def _replace(file: Path, text: str) -> None:
     """Writes the file such that whoever reads or copies it meanwhile finds all of the old or all of the new one."""
     made = file.with_name(f".{file.name}.tmp")
@@ -360,11 +368,15 @@ def main(given: Sequence[str] | None = None) -> int:
     run = Run(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     results = {"machine": about, "device": arguments.device, "stages": stages}
+    if arguments.device == "cuda":
+        stages["provider"] = run.call("provider", [sys.executable, "-c", _PROVIDER])
+        _write(results, arguments.out)
+        if stages["provider"]["status"] != 0:
+            sys.exit(f"gpu-check: ONNX Runtime's CUDA provider does not work here\n{stages['provider']['output'][-_TAIL:]}")
     for name in arguments.stages:
         for found in _results(STAGES[name], run, stages.get(name, {})):
             stages[name] = found
-            _replace(kept, json.dumps(results, indent=1) + "\n")
-            _replace(arguments.out / "gpu.md", markdown(results))
+            _write(results, arguments.out)
         sys.stdout.write(f"{name}: exit status {stages[name]['status']}, {stages[name]['seconds']:.0f} s\n")
         sys.stdout.flush()
     sys.stdout.write(markdown(results) + f"\n{kept}, {arguments.out / 'gpu.md'}\n")
