@@ -96,8 +96,23 @@ class Output:
 
 def ort_device(device: torch.device) -> Any:
     """torch's device as ONNX Runtime names it."""
-    kind = C.OrtDevice.cuda() if device.type == "cuda" else C.OrtDevice.cpu()
-    return C.OrtDevice(kind, C.OrtDevice.default_memory(), device.index or 0)
+    index, memory = device.index or 0, C.OrtDevice.default_memory()
+    if device.type != "cuda":
+        return C.OrtDevice(C.OrtDevice.cpu(), memory, index)
+    return C.OrtDevice(C.OrtDevice.cuda(), memory, *_NVIDIA, index)
+
+
+def _nvidia() -> tuple[int, ...]:
+    """The argument that says whose GPU it is: a build without CUDA, to which a provider is added, does not know. 1.19.2 takes no such argument."""
+    vendor = 0x10DE  # PCI's number, as ONNX Runtime has it
+    try:
+        C.OrtDevice(C.OrtDevice.cuda(), C.OrtDevice.default_memory(), vendor, 0)
+    except TypeError:
+        return ()
+    return (vendor,)
+
+
+_NVIDIA = _nvidia()
 
 
 def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:

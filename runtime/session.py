@@ -221,6 +221,7 @@ class Session:
     @contextlib.contextmanager
     def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:
         device = self._config.device
+        cuda.take_failure()  # one that ONNX Runtime survived, by running with less memory, is not the reason of a later error
         with torch.cuda.device(device):  # ONNX Runtime makes it the current one and leaves it so
             fence = cuda.Fence.of(device, self._stream)
             if fence is not None:

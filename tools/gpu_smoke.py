@@ -96,9 +96,8 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     settings: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if variant == "CUDA graphs" else {}
     compiled = torch.compile(own, backend="ort_training", **settings)
     before = len(ort_backend.report().graphs)
-    stream = torch.cuda.stream(torch.cuda.Stream()) if variant == "side stream" else contextlib.nullcontext()
     worst = 0.0
-    with stream:
+    with _side_stream() if variant == "side stream" else contextlib.nullcontext():
         for step in range(STEPS):
             for module in (compiled, eager):
                 torch.manual_seed(step)
@@ -115,6 +114,12 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     graphs = ort_backend.report().graphs[before:]
     found = {"worst": worst, "buffers": buffers, **what_ran(graphs)}
     return {**found, "right": max(worst, buffers) <= tolerance and found["ran"] and found["sessions"] > 0 and not found["unexpected"]}
+
+
+def _side_stream() -> contextlib.AbstractContextManager[Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which made model and input
+    return torch.cuda.stream(stream)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:

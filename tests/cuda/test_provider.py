@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import onnxruntime as ort
@@ -137,3 +137,12 @@ def test_later_cases_of_the_smoke_test_are_compiled_too(gpu_smoke: ModuleType) -
     with torch._dynamo.config.patch(recompile_limit=1):
         for name, make, autocast, tolerance in gpu_smoke.CASES[1:3]:
             assert gpu_smoke.run(make, autocast, tolerance, "cpu", "")["right"], name
+
+
+def test_a_side_stream_waits_for_model_and_input(gpu_smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    name, make, autocast, tolerance = gpu_smoke.CASES[0]
+    assert gpu_smoke.run(make, autocast, tolerance, "cpu", "side stream")["right"] and waited == ["current"], name

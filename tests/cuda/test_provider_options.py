@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from typing import Any
@@ -10,10 +11,12 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 import torch
+from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime import cuda
+from ort_backend.errors import SessionError
+from ort_backend.runtime import binding, cuda
 from ort_backend.runtime.cuda import Allocator, Fence, Numerics
-from ort_backend.runtime.session import Program
+from ort_backend.runtime.session import Program, Session, SessionConfig
 
 NUMERICS = Numerics(tf32=False, algorithms="HEURISTIC")
 ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
@@ -125,6 +128,30 @@ def test_callbacks_call_python_and_a_refusal_is_a_null_pointer() -> None:
     ctypes.CFUNCTYPE(None)(made.empty_cache)()
     assert freed == [4101] and emptied == [True]
     assert kept
+
+
+def test_an_allocation_that_failed_earlier_is_not_the_reason_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _kept = cuda.callbacks(lambda size: [][size], lambda address: None, lambda: None)
+    session = Session.__new__(Session)
+    session._config, session._registrations, session._stream, session.on_cuda = SessionConfig(provider=cuda.PROVIDER), [], None, True
+    session._program, session.name = mock.Mock(lines={}), "g"
+    monkeypatch.setattr(Fence, "of", lambda *_: None)
+    alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(made.alloc)
+    with mock.patch.object(torch.cuda, "device", lambda index: contextlib.nullcontext()):
+        with session.running():
+            assert alloc(1) is None  # ONNX Runtime tried less
+        with session.running():
+            assert isinstance(session.failure(RuntimeError("another")), SessionError)
+        with session.running():
+            assert alloc(1) is None
+            assert isinstance(session.failure(RuntimeError("no memory")), IndexError)
+
+
+def test_onnxruntime_is_told_whose_gpu_it_is() -> None:
+    device = binding.ort_device(torch.device("cuda", 1))
+    assert device.device_id() == 1 and device.device_type() == C.OrtDevice.cuda()
+    assert getattr(device, "vendor_id", lambda: 0x10DE)() == 0x10DE
+    assert binding.ort_device(torch.device("cpu")).device_type() == C.OrtDevice.cpu()
 
 
 class _Stream:
