@@ -18,7 +18,7 @@ import torch
 from benchmarks import memory
 from benchmarks.models import Workload
 from benchmarks.process import summary
-from benchmarks.training import Trainer, details
+from benchmarks.training import Trainer
 
 
 class ContestantError(Exception):
@@ -29,7 +29,8 @@ class Contestant:
     """Trains a workload under a backend, with its losses."""
 
     def __init__(self, workload: Workload, backend: str, device: str, dtype: torch.dtype) -> None:
-        self._trainer, self._device = Trainer(workload, backend, device, dtype), device
+        self._trainer = Trainer(workload, backend, device, dtype)
+        self._backend, self._device = backend, device
         self._losses: list[float] = []
         self._gradients: dict[str, np.ndarray] = {}
 
@@ -46,7 +47,7 @@ class Contestant:
         for _ in range(2):
             self._step()
         if self._device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            memory.reset_peak(self._device)
         return min(self._step() for _ in range(2))
 
     def turn(self, steps: int) -> float:
@@ -61,14 +62,32 @@ class Contestant:
         return first - self._trainer.median(3)
 
     def described(self) -> dict[str, Any]:
-        """Number of sessions and the operators that PyTorch ran in their place (`ort_training` alone), and PyTorch's peak of memory, on CUDA."""
-        found = details(self._trainer.backend)
-        peak = memory.allocator_peak(self._device)
-        return {"sessions": found.get("sessions"), "python_op_names": found.get("python_op_names"), "allocator_peak_bytes": peak}
+        """`details` of this process, and on CUDA `allocator_peak_bytes` of the steps behind the first ones."""
+        return {"details": details(self._backend), "allocator_peak_bytes": memory.allocator_peak(self._device)}
 
     def computed(self) -> tuple[list[float], dict[str, np.ndarray]]:
         """The losses of all steps, and the gradients of the first one, by parameter."""
         return self._losses, self._gradients
+
+
+def details(backend: str) -> dict[str, Any]:
+    """What `ort_backend.report()` says of the graphs; nothing for other backends."""
+    if backend != "ort_training":
+        return {}
+    import ort_backend
+
+    graphs = ort_backend.report().graphs
+    return {
+        "graphs": len(graphs),
+        "sessions": sum(graph.sessions for graph in graphs),
+        "onnx_nodes": sum(graph.onnx_nodes for graph in graphs),
+        "python_ops": sum(graph.python_ops for graph in graphs),
+        "python_op_names": sorted({one.operator for graph in graphs for one in graph.outside}),
+        "capture_seconds": sum(graph.capture_seconds for graph in graphs),
+        "lowering_seconds": sum(graph.lowering_seconds for graph in graphs),
+        "session_seconds": sum(graph.session_seconds for graph in graphs),
+        "kept_bytes": sum(graph.kept_bytes for graph in graphs),
+    }
 
 
 class Elsewhere:

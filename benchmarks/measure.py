@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import compare, memory
+from benchmarks import compare, contestant, memory
 from benchmarks.contestant import Contestant, ContestantError, Elsewhere
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.training import REFERENCE, Trainer, details, import_backend
+from benchmarks.training import REFERENCE, Trainer, import_backend
 
 TURN = 0.02  # seconds: a backend's turn in a round takes at least as long
 ROUNDS = (7, 101)  # at least, at most
@@ -31,7 +31,7 @@ def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtyp
     Returns:
         `compile_seconds`: imports and the first step, less a later step. `peak_bytes`: the most memory during steps, above what there was
         with model, batches and imports. `base_bytes`: that. `rest_bytes`: what the compile left, between steps: code, graphs, pools.
-        `allocator_peak_bytes`: PyTorch's own figure, on CUDA. `details`: see there.
+        `allocator_peak_bytes`: PyTorch's own figure, on CUDA. `details`: see `contestant`.
     """
     trainer = Trainer(workload, backend, device, dtype)
     imports = import_backend(backend)
@@ -51,17 +51,17 @@ def first_steps(workload: Workload, backend: str, device: str, dtype: torch.dtyp
         "peak_bytes": memory.peak(device) - base,
         "rest_bytes": rest - base,
         "allocator_peak_bytes": memory.allocator_peak(device),
-        "details": details(backend),
+        "details": contestant.details(backend),
     }
 
 
-def step_times(model: str, backends: list[str], device: str, dtype: str, seconds: float, compiles: bool = True) -> dict[str, dict[str, Any]]:
+def step_times(model: str, backends: list[str], device: str, dtype: str, seconds: float, *, recompiles: bool = True) -> dict[str, dict[str, Any]]:
     """`take_turns` with a workload by its name."""
-    return take_turns(WORKLOADS[model], backends, device, getattr(torch, dtype), seconds, compiles)
+    return take_turns(WORKLOADS[model], backends, device, getattr(torch, dtype), seconds, recompiles=recompiles)
 
 
 def take_turns(
-    workload: Workload, backends: list[str], device: str, dtype: torch.dtype, seconds: float, compiles: bool = True
+    workload: Workload, backends: list[str], device: str, dtype: torch.dtype, seconds: float, *, recompiles: bool = True
 ) -> dict[str, dict[str, Any]]:
     """Step times of all backends, which take turns, each in a process of its own; every loss and the first gradients are compared with eager's.
 
@@ -71,11 +71,11 @@ def take_turns(
         device: `"cpu"` or `"cuda"`.
         dtype: `torch.float32`, or a type for autocast.
         seconds: How long the turns may take, all together; there are seven rounds even if that takes longer.
-        compiles: Whether each compiles once more in the end, for `warm_compile_seconds`.
+        recompiles: Whether each compiles once more in the end, for `warm_compile_seconds`.
 
     Returns:
         By backend: `error` (None, a wrong loss or gradient, or an exception), `turns` (milliseconds a step), `step_ms` (median, quartiles),
-        `steps`, `loss_difference` (largest, relative), `warm_compile_seconds`, and what `Contestant.described` says.
+        `steps`, `loss_difference` (largest, relative), `warm_compile_seconds`; `details` and, on CUDA, `allocator_peak_bytes` of the process.
 
     Raises:
         ContestantError: eager failed.
@@ -93,7 +93,7 @@ def take_turns(
             for backend in (*backends[first:], *backends[:first]):
                 entries[backend].turn(per_turn)
         for entry in entries.values():
-            entry.finish(compiles)
+            entry.finish(recompiles=recompiles)
         return {backend: _judged(entry, entries[REFERENCE], dtype) for backend, entry in entries.items()}
 
 
@@ -107,7 +107,7 @@ class Entry:
         self.warm_compile_seconds: float | None = None
         self.losses: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
-        self.described: dict[str, Any] = {}
+        self.process_says: dict[str, Any] = {}
 
     def ask(self, method: str, *arguments: Any) -> Any:
         """What the contestant answers; None if it fails, or has failed."""
@@ -126,13 +126,13 @@ class Entry:
         if (seconds := self.ask("turn", steps)) is not None:
             self.turns.append(seconds)
 
-    def finish(self, compiles: bool) -> None:
-        """Behind the turns: what it computed, what ran it, and what another compile takes."""
+    def finish(self, *, recompiles: bool) -> None:
+        """Behind the turns: what it computed, and what another compile takes."""
         if (computed := self.ask("computed")) is not None:
             self.losses = computed[0]
             self.gradients = {name: torch.from_numpy(gradient) for name, gradient in computed[1].items()}
-        self.described = self.ask("described") or {}
-        if compiles and not self._is_reference:
+        self.process_says = self.ask("described") or {}
+        if recompiles and not self._is_reference:
             self.warm_compile_seconds = self.ask("recompile")
 
 
@@ -152,5 +152,5 @@ def _judged(entry: Entry, reference: Entry, dtype: torch.dtype) -> dict[str, Any
         "steps": len(entry.losses),
         "loss_difference": compare.loss_difference(entry.losses, reference.losses),
         "warm_compile_seconds": entry.warm_compile_seconds,
-        **entry.described,
+        **entry.process_says,
     }

@@ -30,7 +30,7 @@ def reset_peak(device: str) -> None:
     """From here on `peak` counts anew."""
     settle()
     if device == "cuda":
-        torch.cuda.empty_cache()  # else what a compile, or eager's first step, left in the pool would count as in use
+        torch.cuda.empty_cache()  # `used` has the pool, too, with what the compile left in it
         torch.cuda.reset_peak_memory_stats()
     else:
         Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the high-water mark

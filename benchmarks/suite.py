@@ -111,8 +111,8 @@ def _jobs(settings: Settings, model: str, dtype: str) -> Iterator[Job]:
         yield Job(measure.compile_and_memory, f"{backend}, cold", arguments, backend)
         if backend in CACHING:
             yield Job(measure.compile_and_memory, f"{backend}, with its cache", arguments, backend, cached=True)
-    steps = {"backends": list(settings.backends), "seconds": settings.seconds, "compiles": settings.compiles}
-    yield Job(measure.step_times, "steps", {**common, **steps})
+    steps = {**common, "backends": list(settings.backends), "seconds": settings.seconds, "recompiles": settings.compiles}
+    yield Job(measure.step_times, "steps", steps)
 
 
 def _outcome(job: Job, caches: Path, settings: Settings) -> dict[str, Any]:

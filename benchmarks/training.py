@@ -33,26 +33,6 @@ def import_backend(backend: str) -> float:
     return time.perf_counter() - started
 
 
-def details(backend: str) -> dict[str, Any]:
-    """What `ort_backend.report()` says of the graphs; nothing for other backends."""
-    if backend != "ort_training":
-        return {}
-    import ort_backend
-
-    graphs = ort_backend.report().graphs
-    return {
-        "graphs": len(graphs),
-        "sessions": sum(graph.sessions for graph in graphs),
-        "onnx_nodes": sum(graph.onnx_nodes for graph in graphs),
-        "python_ops": sum(graph.python_ops for graph in graphs),
-        "python_op_names": sorted({one.operator for graph in graphs for one in graph.outside}),
-        "capture_seconds": sum(graph.capture_seconds for graph in graphs),
-        "lowering_seconds": sum(graph.lowering_seconds for graph in graphs),
-        "session_seconds": sum(graph.session_seconds for graph in graphs),
-        "kept_bytes": sum(graph.kept_bytes for graph in graphs),
-    }
-
-
 class Trainer:
     """A model that trains under a backend, from the same weights on the same batches as under every other.
 

@@ -94,16 +94,25 @@ class Output:
     parts: tuple[Output, ...] = ()
 
 
-_NVIDIA = 0x10DE  # its PCI vendor id, `OrtDevice::VendorIds::NVIDIA`
-
-
 def ort_device(device: torch.device) -> Any:
     """torch's device as ONNX Runtime names it."""
+    index, memory = device.index or 0, C.OrtDevice.default_memory()
     if device.type != "cuda":
-        return C.OrtDevice(C.OrtDevice.cpu(), C.OrtDevice.default_memory(), device.index or 0)
-    # A build without the CUDA provider, which may get it as a plug-in, takes a GPU of no vendor for WebGPU's (1.32).
-    vendor = (_NVIDIA,) if hasattr(C.OrtDevice, "vendor_id") else ()
-    return C.OrtDevice(C.OrtDevice.cuda(), C.OrtDevice.default_memory(), *vendor, device.index or 0)
+        return C.OrtDevice(C.OrtDevice.cpu(), memory, index)
+    return C.OrtDevice(C.OrtDevice.cuda(), memory, *_NVIDIA, index)
+
+
+def _nvidia() -> tuple[int, ...]:
+    """The argument that says whose GPU it is: a build without CUDA, to which a provider is added, does not know. 1.19.2 takes no such argument."""
+    vendor = 0x10DE  # PCI's number, as ONNX Runtime has it
+    try:
+        C.OrtDevice(C.OrtDevice.cuda(), C.OrtDevice.default_memory(), vendor, 0)
+    except TypeError:
+        return ()
+    return (vendor,)
+
+
+_NVIDIA = _nvidia()
 
 
 def feeder(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], Any]:

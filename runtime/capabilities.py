@@ -79,10 +79,10 @@ def check_provider(provider: str, device: int = 0) -> None:
     x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
     graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 18})
     try:
-        made = _session(ir.Model(graph, ir_version=9), provider, device, ort.SessionOptions())
+        providers = _providers(ir.Model(graph, ir_version=9), provider, device, ort.SessionOptions())
     except _REFUSALS as refusal:
         raise not_on(provider, str(refusal)) from refusal
-    if made.get_providers()[0] != provider:
+    if providers[0] != provider:
         raise not_on(provider)
 
 
@@ -181,7 +181,7 @@ def _reduces_rightly_on_cuda(node: ir.Node) -> bool:
     reduction = node.attributes.get("reduction")
     if node.domain or node.op_type not in _SCATTERS_ON_CUDA or reduction is None or reduction.as_string() == "none":
         return True
-    if torch.are_deterministic_algorithms_enabled():  # its threads add atomically, in any order
+    if torch.are_deterministic_algorithms_enabled():  # they add in the order in which threads come; PyTorch then sorts the indices first
         return False
     return node.inputs[0] is not None and node.inputs[0].dtype in _SCATTERS_ON_CUDA[node.op_type]
 
@@ -218,13 +218,14 @@ def _refusal(model: ir.Model, provider: str, libraries: tuple[str, ...] = (), de
     if provider != CPU_PROVIDER:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        _session(model, provider, device, options)
+        _providers(model, provider, device, options)
     except _REFUSALS as refusal:
         return f"{type(refusal).__name__}: {refusal}"
     return None
 
 
-def _session(model: ir.Model, provider: str, device: int, options: ort.SessionOptions) -> ort.InferenceSession:
+def _providers(model: ir.Model, provider: str, device: int, options: ort.SessionOptions) -> list[str]:
+    """Those of a session over a model, which is gone again: ending one, too, leaves another device as the current one."""
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     denormals.follow_thread(options)
@@ -232,7 +233,7 @@ def _session(model: ir.Model, provider: str, device: int, options: ort.SessionOp
     data, given = ir.to_proto(model).SerializeToString(), {"device_id": str(device)} if provider == cuda.PROVIDER else {}
     try:
         with cuda.device(device) if provider == cuda.PROVIDER else contextlib.nullcontext():
-            return ort.InferenceSession(data, options, providers=[(provider, given)], enable_fallback=0)
+            return ort.InferenceSession(data, options, providers=[(provider, given)], enable_fallback=0).get_providers()
     except (*_REFUSALS, RuntimeError, ValueError) as error:
         # These are the provider's, of the device; 1.19 tries again on the CPU then, whatever `enable_fallback` says, and raises what comes of that.
         failure = error if isinstance(error, (RuntimeError, ValueError)) else error.__cause__

@@ -27,7 +27,7 @@ _LEGACY_STREAM = "1"  # `cudaStreamLegacy`: the default stream, as a handle that
 
 
 def device(index: int) -> contextlib.AbstractContextManager[object]:
-    """To be around everything that makes a session: the provider makes its device the current one, and leaves it so."""
+    """To be around all that makes or ends a session: the provider makes its device the current one, and leaves it so."""
     return torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
@@ -48,8 +48,7 @@ class Numerics:
         """The flags at this moment, for a graph with such nodes of float32.
 
         ONNX Runtime has one switch where PyTorch has two, so that both must allow: with PyTorch's own settings (convolutions in TensorFloat-32,
-        products not) a ResNet in float32 gets none, for its last layer. Without it 1.31 runs convolutions of float16, too, without tensor cores
-        (`conv.cc`), so that a graph without float32 is left as it is.
+        products not) a ResNet in float32 gets none, for its last layer.
         """
         backends = torch.backends
         convolution = backends.cudnn.conv  # type: ignore[attr-defined]

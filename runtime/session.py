@@ -108,8 +108,7 @@ class Program:
         model: The serialised `onnx.ModelProto`.
         inputs: Names of the graph's inputs.
         outputs: Names of its outputs.
-        single_products: Whether it has products of float32.
-        single_convolutions: Whether it has convolutions of float32.
+        float32_operators: The types of its nodes that read float32.
         lines: The user's line for each node by name.
         disabled: ONNX Runtime's graph optimizers that would break it.
         can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
@@ -119,8 +118,7 @@ class Program:
     model: bytes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    single_products: bool
-    single_convolutions: bool
+    float32_operators: frozenset[str]
     lines: Mapping[str | None, str | None]
     disabled: tuple[str, ...]
     can_be_captured: bool
@@ -134,13 +132,13 @@ class Program:
             disabled.extend(layer_norm.FUSIONS)
         if provider == CPU_PROVIDER and square_root.is_inexact():
             square_root.take_in_float64(model)
+        nodes = ir.traversal.RecursiveGraphIterator(model.graph)  # those inside loops as well
         return cls(
             name=str(model.graph.name),
             model=ir.to_proto(model).SerializeToString(),
             inputs=tuple(str(value.name) for value in model.graph.inputs),
             outputs=tuple(str(value.name) for value in model.graph.outputs),
-            single_products=_has_singles(model, _PRODUCTS),
-            single_convolutions=_has_singles(model, _CONVOLUTIONS),
+            float32_operators=frozenset(node.op_type for node in nodes if any(map(_may_be_float32, node.inputs))),
             lines={node.name: node.metadata_props.get("stack_trace") for node in model.graph},
             disabled=tuple(disabled),
             can_be_captured=_can_be_captured(model),
@@ -179,10 +177,13 @@ class Session:
             EnvironmentProblem: it makes no session on the provider.
         """
         if self._open is None:
-            with cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext():
+            with self._on_its_device():
                 self._open = self._made()
             self.openings += 1
         return self._open._sess
+
+    def _on_its_device(self) -> contextlib.AbstractContextManager[object]:
+        return cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext()
 
     def _made(self) -> ort.InferenceSession:
         provider = (self._config.provider, self._provider_options())
@@ -204,7 +205,8 @@ class Session:
         given = self._config.provider_options
         if self._config.provider != cuda.PROVIDER:
             return {key: str(value) for key, value in given.items()}
-        numerics = cuda.Numerics.now(products=self._program.single_products, convolutions=self._program.single_convolutions)
+        operators = self._program.float32_operators  # 1.31 turns tensor cores off for half convolutions, too, where TensorFloat-32 is (`conv.cc`)
+        numerics = cuda.Numerics.now(products=not operators.isdisjoint(_PRODUCTS), convolutions=not operators.isdisjoint(_CONVOLUTIONS))
         if self.captures:
             stream = None if self._stream is None else self._stream.cuda_stream
             return cuda.capture_options(self._config.device, numerics, stream, given)
@@ -220,7 +222,7 @@ class Session:
     @contextlib.contextmanager
     def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:
         device = self._config.device
-        cuda.take_failure()  # one that ONNX Runtime survived is not the reason of what fails from here on
+        cuda.take_failure()  # one that ONNX Runtime survived, by running with less memory, is not the reason of a later error
         with torch.cuda.device(device):  # ONNX Runtime makes it the current one and leaves it so
             fence = cuda.Fence.of(device, self._stream)
             if fence is not None:
@@ -256,7 +258,8 @@ class Session:
     def capture_no_more(self, why: Exception) -> None:
         """Makes plain runs of the next ones."""
         log.warning("%s runs without a CUDA graph: %s", self.name, why)
-        self.captures, self._stream, self._open = False, None, None
+        self.close()
+        self.captures, self._stream = False, None
 
     def used(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor, after PyTorch was told that this session's stream uses its memory, also when nobody else does any more."""
@@ -272,7 +275,8 @@ class Session:
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
         if self._open is not None:
-            self._open = None
+            with self._on_its_device():
+                self._open = None
             if self._config.provider == CPU_PROVIDER:
                 arena.shrink()
                 memory.release()
@@ -296,14 +300,12 @@ class Session:
             self.close()
 
 
-def _has_singles(model: ir.Model, operators: set[str]) -> bool:
-    """Whether nodes of these operators take float32; one whose inputs' dtypes are not known may."""
-    nodes = (node for node in ir.traversal.RecursiveGraphIterator(model.graph) if node.op_type in operators)
-    return any(value is not None and value.dtype in (None, ir.DataType.FLOAT) for node in nodes for value in node.inputs)
-
-
 # The host decides what comes next, or waits for a size.
 _READ_BY_HOST = ("If", "Loop", "Scan", "PythonOp", "NonZero", "Compress", "Unique")
+
+
+def _may_be_float32(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype in (ir.DataType.FLOAT, None)
 
 
 def _can_be_captured(model: ir.Model) -> bool:

@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: some make tensors then."""
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
-        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions, with errors of 1e-3: the sessions would not use it
+    torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default
     # Dynamo times every set of guards once, with cold caches: it writes 32 MB first, which takes 16 ms of each compile, an eighth of all tests' time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
     directory = config.getoption("--compile-cache")

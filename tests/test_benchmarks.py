@@ -126,6 +126,14 @@ def test_a_wrong_answer_is_an_error_and_in_no_ratio(backends: None) -> None:
     assert cells[0] != "ERROR" and cells[1:] == ["ERROR"] * 4
 
 
+def test_step_times_alone_tell_what_ran_and_compile_once() -> None:
+    settings = suite.Settings(models=("test",), backends=("eager", "ort_training"), compiles=False, seconds=0.1)
+    (job,) = suite._jobs(settings, "test", "float32")
+    steps = process.call(job.function, **job.arguments)["ort_training"]  # a fresh one has no graphs of other tests
+    assert steps["error"] is None and steps["warm_compile_seconds"] is None and steps["allocator_peak_bytes"] is None
+    assert steps["details"]["graphs"] == 1 and steps["details"]["sessions"] > 0 and "python_op_names" in steps["details"]
+
+
 def test_a_loss_that_is_off_or_not_finite_is_named() -> None:
     assert compare.loss_error([1.0, 2.0], [1.0, 2.0], torch.float32) is None
     assert "at step 1" in str(compare.loss_error([1.0, 2.01], [1.0, 2.0], torch.float32))

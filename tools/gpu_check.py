@@ -12,21 +12,24 @@ Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; 
     python3 ../shared/gpu-kit/stage.py W/train119 . all && python3 ../shared/gpu-kit/stage.py W/gpu131 . all --as .ortkit131
     pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex
 
-Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/OUT end. What a call prints and keeps
-would be lost with it if it hangs, so that its files are copied while they grow; 30 minutes there are in all:
+Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/train119 or ~/gpu131 end, and copies them
+to $OUT as they grow: a call that is cut off would bring nothing back otherwise. `...` stands for what the first call has there.
 
-    each begins with: (while sleep 15; do cp -fr ~/gpu/* $OUT; done) >/dev/null 2>&1 & K=$!; and ends with: kill $K; cp -fr ~/gpu/* $OUT
-    B=(--timeout 150 --models gpt2-small bert-base --bench="--no-compile --seconds 4")
-    G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/gpu/train119 --resume"
+1, carry .ortkit: mkdir -p ~/train119; (while sleep 15; do cp -f ~/train119/* $OUT; done) > /dev/null 2>&1 &
+                  python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
+                  . ~/kit/train119/env.sh; export K D; export -f tpy; timeout -k 5 100 bash -c 'tpy ~/kit/train119/smoke.py' 2>&1 | tee $OUT/kit.txt
+                  G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
+                  $G --timeout 150 --budget 430 --stages smoke tests bench --models gpt2-small bert-base --bench="--no-compile --seconds 4"
+                  cp -f ~/train119/* $OUT
+2, carry .ortkit131: mkdir -p ~/gpu131; (while sleep 15; do cp -f ~/gpu131/* $OUT; done) > /dev/null 2>&1 &
+                  python3 .ortkit131/unpack.py .ortkit131 ~/kit
+                  . ~/kit/gpu131/env.sh; timeout -k 5 100 python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit.txt
+                  G="python3 tools/gpu_check.py --out $HOME/gpu131 --resume"
+                  $G --timeout 150 --budget 430 ...; cp -f ~/gpu131/* $OUT
+3, nothing:       (while ...) &
+                  . ~/kit/train119/env.sh; G="tpy ..."; $G --timeout 540 --budget 540 --stages suite; cp -f ~/train119/* $OUT
 
-    1, carry .ortkit:    python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
-       (590 s)           . ~/kit/train119/env.sh; timeout -k 5 100 tpy ~/kit/train119/smoke.py 2>&1 | tee $OUT/kit.txt
-                         $G --budget 430 --stages smoke tests bench "${B[@]}"
-    2, carry .ortkit131: python3 .ortkit131/unpack.py .ortkit131 ~/kit; . ~/kit/gpu131/env.sh
-       (590 s)           timeout -k 5 100 python3 ~/kit/gpu131/smoke.py 2>&1 | tee $OUT/kit131.txt
-                         python3 tools/gpu_check.py --out ~/gpu/gpu131 --resume --budget 430 --stages smoke tests bench "${B[@]}"
-    3, nothing:          . ~/kit/train119/env.sh; $G --budget 480 --timeout 480 --stages suite
-
+First of all a process makes a session on the CUDA provider; where it cannot, nothing else is started: it says why, such as a library that is missing.
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
 
     smoke   a few training steps against eager PyTorch, on the default stream and on a side stream
@@ -65,13 +68,16 @@ from outcomes import outcomes
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
-_LONGEST_LOG = 12 << 20  # bytes: what comes back of a lent machine are files below 16 MiB
 _LEAST = 5.0  # seconds: with less, nothing is started
+_LONGEST = {"provider": 120.0, "smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
+_LOG = 12 << 20  # bytes of the log: a machine that is lent gives back files of 16 MiB at most
+_HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
+_ASKING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # so that `torch.cuda.is_available` starts no CUDA, which processes forked later could not use
 _BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
+_PROVIDER = "from ort_backend.runtime import capabilities, cuda; capabilities.check_provider(cuda.PROVIDER)"
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
 # torch.testing._internal, where the operators' database is, derives from its TestCase.
-_PROVIDER = "CUDAExecutionProvider"
 _EXPECTTEST = "import unittest\n\n\nclass TestCase(unittest.TestCase):\n    pass\n"
 
 Stage = Callable[["Run", dict[str, Any]], Iterator[dict[str, Any]]]
@@ -85,36 +91,55 @@ class Run:
         self.environment = environment(arguments.behind)
         self._end = time.monotonic() + arguments.budget
 
-    def call(self, command: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
+    def left(self) -> float:
+        """Seconds."""
+        return self._end - time.monotonic()
+
+    def call(self, stage: str, command: Sequence[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
         """Runs a command in the checkout: `command`, `status` (None: it ran out of time), `seconds`, `output`. All of it goes to the log."""
         started = time.monotonic()
-        timeout = min(self.arguments.timeout, self._end - started)
+        timeout = min(self.arguments.timeout or _LONGEST[stage], self.left())
         if timeout < _LEAST:
             return {"command": list(command), "status": None, "seconds": 0.0, "output": "no time was left to start it"}
         with self.log.open("ab") as log:
             log.write(f"\n$ {shlex.join(command)}\n".encode())
             log.flush()
             place = log.tell()
-            status = _wait(command, log, environment or self.environment, timeout)
+            status, removed = _wait(command, log, environment or self.environment, timeout)
         with self.log.open("rb") as log:
-            log.seek(place)
+            log.seek(max(0, place - removed))
             output = log.read().decode(errors="replace")
-        if self.log.stat().st_size > _LONGEST_LOG:
-            self.log.write_bytes(b"(the beginning was cut off)\n" + self.log.read_bytes()[-_LONGEST_LOG // 2 :])
         return {"command": list(command), "status": status, "seconds": round(time.monotonic() - started, 1), "output": output}
 
 
-def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout: float) -> int | None:
-    """Runs a command and, in the end, all that it started: in a process group, not in a session, which would outlive a stopped gpu-check."""
+def _wait(command: Sequence[str], log: Any, environment: dict[str, str], timeout: float) -> tuple[int | None, int]:
+    """Runs a command and, in the end, all that it started: in a process group, not in a session, which would outlive a stopped gpu-check.
+
+    Returns the exit status (None: it ran out of time), and how many bytes were taken off the beginning of the log.
+    """
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+    end, removed = time.monotonic() + timeout, 0
     try:
-        return process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return None
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(left, 1.0)), removed + _cap(Path(log.name))
+            removed += _cap(Path(log.name))
+        return None, removed
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may hold on to a process
+            process.wait(_LEAST)
+
+
+def _cap(log: Path) -> int:
+    """Takes the older half off a log that is too long, of which the writers know only the end: how many bytes."""
+    size = log.stat().st_size
+    if size <= _LOG:
+        return 0
+    newer = log.read_bytes()[-_LOG // 2 :]
+    log.write_bytes(newer)
+    return size - len(newer)
 
 
 def environment(behind: str | None) -> dict[str, str]:
@@ -131,7 +156,7 @@ def environment(behind: str | None) -> dict[str, str]:
         (site / "expecttest.py").write_text(_EXPECTTEST)
     before = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     paths = [ROOT, ROOT / "tests", ROOT / "tools", site, *before, *last]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **_ASKING}
 
 
 def _packages(python: str) -> Path:
@@ -148,23 +173,26 @@ def _own(environment: dict[str, str]) -> dict[str, str]:
 
 
 def smoke(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Training steps of small models against eager PyTorch. A case that kills the process does not stop the next ones."""
+    """Training steps of small models against eager PyTorch. A case that kills its process, or hangs, does not stop the next ones."""
     cases: list[dict[str, Any]] = []
-    seconds, worst = 0.0, 0
+    seconds, worst, hangs = 0.0, 0, 0
     while True:
         command = [sys.executable, str(ROOT / "tools" / "gpu_smoke.py"), "--device", run.arguments.device, "--first", str(len(cases))]
-        result = run.call(command)
+        result = run.call("smoke", command)
         lines = result["output"].splitlines()
         found = [json.loads(line[len("RESULT ") :]) for line in lines if line.startswith("RESULT ")]
         started = [line[len("CASE ") :] for line in lines if line.startswith("CASE ")]
         cases += found
-        if len(started) > len(found):
-            hung = result["status"] is None or "Timeout (" in result["output"]  # faulthandler's word
-            cases.append({"name": started[-1], "verdict": "NOT DONE" if hung else "CRASHED", "right": False})
+        is_unfinished = len(started) > len(found)
+        if is_unfinished:
+            hung = any(line.startswith("Timeout (") for line in lines) or (result["status"] is None and run.left() >= _LEAST)  # faulthandler's word
+            verdict = "HUNG" if hung else "NOT DONE" if result["status"] is None else f"CRASHED (exit status {result['status']})"
+            hangs += hung
+            cases.append({"name": started[-1], "verdict": verdict, "right": False, "error": result["output"][-1500:]})
         seconds, worst = seconds + result["seconds"], max(worst, result["status"] or 0, int(any(not case["right"] for case in cases)))
         status = None if result["status"] is None else worst
         yield {**result, "status": status, "seconds": seconds, "output": result["output"][-_TAIL:], "cases": cases}
-        if result["status"] == 0 or len(started) == len(found) and result["status"] in (1, None) or not started:
+        if not (is_unfinished or result["status"] == 70 and started) or hangs >= _HANGS:
             return
 
 
@@ -187,7 +215,7 @@ def _pytest(run: Run, name: str, before: dict[str, Any], chosen: Sequence[str]) 
     if importlib.util.find_spec("xdist") is not None or run.arguments.behind:
         command += [f"--numprocesses={run.arguments.workers}", "--max-worker-restart=1000"]
     command += ["--continue-on-collection-errors", *chosen, *run.arguments.pytest]
-    result = run.call(command, {**run.environment, "RECORDED_TO": str(record), "RECORDED_BEFORE": str(known)})
+    result = run.call(name, command, {**run.environment, "RECORDED_TO": str(record), "RECORDED_BEFORE": str(known)})
     done = outcomes(record)
     counts = {outcome: [one for one in done.values() if one["outcome"] == outcome] for outcome in ("passed", "skipped", "failed")}
     status = 0 if result["status"] == 5 and done else result["status"]  # 5: there was nothing left to run
@@ -203,7 +231,7 @@ def bench(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
     runs = {name: one for name, one in before.get("runs", {}).items() if one["status"] is not None} if run.arguments.resume else {}
     names, wanted = list(run.arguments.models), [(sys.executable, ["aot_eager", "ort_training"])]
     if not names:
-        listed = run.call([sys.executable, "-c", _CASES])
+        listed = run.call("bench", [sys.executable, "-c", _CASES])
         found = [line.split()[1:] for line in listed["output"].splitlines() if line.startswith("CASES ")]
         if not found:
             yield {**listed, "status": listed["status"] or 1, "output": listed["output"][-_TAIL:]}
@@ -229,7 +257,7 @@ def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[
     shutil.rmtree(folder, ignore_errors=True)
     command = [python, "-m", "benchmarks", "run", "--device", run.arguments.device, "--out", str(folder), "--no-plots"]
     command += ["--models", model, "--dtypes", dtype, "--backends", *backends, *run.arguments.bench]
-    result = run.call(command, None if python == sys.executable else {**_own(run.environment), "PYTHONPATH": str(ROOT)})
+    result = run.call("bench", command, None if python == sys.executable else {**_own(run.environment), "PYTHONPATH": str(ROOT)})
     found = folder / "results.json"
     if found.exists():
         result["models"] = {case: _figures(measured) for case, measured in json.loads(found.read_text())["models"].items()}
@@ -237,8 +265,13 @@ def _measured(run: Run, python: str, model: str, dtype: str, backends: Sequence[
 
 
 def _figures(model: dict[str, Any]) -> dict[str, Any]:
-    keys = ("error", "step_ms", "cold_compile_seconds", "peak_bytes", "allocator_peak_bytes", "loss_difference", "sessions", "python_op_names")
-    return {backend: {key: one.get(key) for key in keys} for backend, one in model["backends"].items()}
+    """Of each backend. Where nothing but steps was measured, graphs and PyTorch's peak are those of the process that took them."""
+    keys = ("error", "step_ms", "cold_compile_seconds", "peak_bytes", "loss_difference")
+    figures = {}
+    for backend, one in model["backends"].items():
+        of_process = one.get("process") or one
+        figures[backend] = {**{key: one.get(key) for key in keys}, **{key: of_process.get(key) for key in ("allocator_peak_bytes", "details")}}
+    return figures
 
 
 STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench}
@@ -290,7 +323,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
     parser.add_argument("--resume", action="store_true", help="goes on with OUT: tests and models that have a result there are not run again")
     parser.add_argument("--budget", type=float, default=86400, help="seconds for everything (default: a day)")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds for each process (default: 3600)")
+    parser.add_argument("--timeout", type=float, help=f"seconds for each process (default: {_LONGEST})")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="processes for tests (default: half of the cores)")
     parser.add_argument("--models", nargs="+", default=[], help="for bench (default: the models of real sizes)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], help="for bench (default: bfloat16)")
@@ -302,28 +335,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _stages(file: Path) -> dict[str, Any]:
-    """What an earlier call left; nothing where its file was copied while it was written."""
+def _stages(kept: Path) -> dict[str, Any]:
+    """What an earlier run found; nothing where its file was cut off."""
     try:
-        return json.loads(file.read_text())["stages"]
+        return json.loads(kept.read_text())["stages"]
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
 
 
-def _write(file: Path, text: str) -> None:
-    """The whole file at once, for whoever copies it at that moment."""
-    partial = file.with_name(file.name + ".tmp")
-    partial.write_text(text)
-    os.replace(partial, file)
+def _write(results: dict[str, Any], out: Path) -> None:
+    _replace(out / "gpu.json", json.dumps(results, indent=1) + "\n")
+    _replace(out / "gpu.md", markdown(results))
 
 
-def _provider_problem(run: Run) -> str | None:
-    """Why ONNX Runtime makes no sessions on the device, asked in a process of its own; None if it does."""
-    if run.arguments.device != "cuda":
-        return None
-    code = f"import torch; from ort_backend.runtime import capabilities; capabilities.check_provider({_PROVIDER!r})"
-    asked = run.call([sys.executable, "-c", code])
-    return None if asked["status"] == 0 else asked["output"][-_TAIL:]
+def _replace(file: Path, text: str) -> None:
+    """Writes the file such that whoever reads or copies it meanwhile finds all of the old or all of the new one."""
+    made = file.with_name(f".{file.name}.tmp")
+    made.write_text(text)
+    os.replace(made, file)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -339,14 +368,15 @@ def main(given: Sequence[str] | None = None) -> int:
     run = Run(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
     results = {"machine": about, "device": arguments.device, "stages": stages}
-    if (problem := _provider_problem(run)) is not None:  # every figure would be eager PyTorch's, or the CPU's
-        _write(arguments.out / "gpu.md", markdown({**results, "stages": {"provider": {"status": 1, "seconds": 0.0, "output": problem}}}))
-        sys.exit(f"gpu-check: ONNX Runtime makes no sessions on the GPU; nothing was run.\n{problem}")
+    if arguments.device == "cuda":
+        stages["provider"] = run.call("provider", [sys.executable, "-c", _PROVIDER])
+        _write(results, arguments.out)
+        if stages["provider"]["status"] != 0:
+            sys.exit(f"gpu-check: ONNX Runtime's CUDA provider does not work here\n{stages['provider']['output'][-_TAIL:]}")
     for name in arguments.stages:
         for found in _results(STAGES[name], run, stages.get(name, {})):
             stages[name] = found
-            _write(kept, json.dumps(results, indent=1) + "\n")
-            _write(arguments.out / "gpu.md", markdown(results))
+            _write(results, arguments.out)
         sys.stdout.write(f"{name}: exit status {stages[name]['status']}, {stages[name]['seconds']:.0f} s\n")
         sys.stdout.flush()
     sys.stdout.write(markdown(results) + f"\n{kept}, {arguments.out / 'gpu.md'}\n")

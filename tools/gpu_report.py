@@ -24,7 +24,8 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _details(stage: dict[str, Any]) -> list[str]:
     if "cases" in stage:
-        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"])]
+        errors = [f"{case['name']}:\n\n```\n{case['error'][-1500:]}\n```" for case in stage["cases"] if case.get("error")]
+        return ["\n".join(f"- {case['name']}: {case['verdict']}" for case in stage["cases"]), *errors]
     if "failed" in stage:
         counted = f"{stage['passed']} of {stage['tests']} passed, {stage['skipped']} skipped, {len(stage['failed'])} failed."
         shown = [f"- {one['test']}\n\n```\n{one['text'][-_TEXT:]}\n```" for one in stage["failed"][:_SHOWN]]
@@ -37,15 +38,17 @@ def _details(stage: dict[str, Any]) -> list[str]:
 
 
 def _bench_table(stage: dict[str, Any]) -> str:
-    rows = ["| model | backend | step ms | compile s | peak MB | of PyTorch's pool | sessions | |", "|---|---|---:|---:|---:|---:|---:|---|"]
+    rows = [
+        "| model | backend | step ms | compile s | peak MB | of PyTorch's pool | sessions | PythonOps | |",
+        "|---|---|---:|---:|---:|---:|---:|---|---|",
+    ]
     for run in stage["runs"].values():
         for case, backends in run.get("models", {}).items():
             for backend, one in backends.items():
                 step = f"{one['step_ms']['median']:.2f}" if one.get("step_ms") else ""
                 seconds = f"{one['cold_compile_seconds']:.1f}" if one.get("cold_compile_seconds") else ""
-                peak = f"{one['peak_bytes'] / 1e6:.0f}" if one.get("peak_bytes") else ""
-                pool = f"{one['allocator_peak_bytes'] / 1e6:.0f}" if one.get("allocator_peak_bytes") else ""
-                notes = [one.get("error") or "", "in PyTorch: " + ", ".join(one["python_op_names"]) if one.get("python_op_names") else ""]
-                sessions = one.get("sessions") or ""
-                rows.append(f"| {case} | {backend} | {step} | {seconds} | {peak} | {pool} | {sessions} | {'; '.join(filter(None, notes))} |")
+                peaks = [f"{one[key] / 1e6:.0f}" if one.get(key) else "" for key in ("peak_bytes", "allocator_peak_bytes")]
+                details = one.get("details") or {}
+                ran = [str(details.get("sessions", "")), ", ".join(details.get("python_op_names", ()))]
+                rows.append("| " + " | ".join([case, backend, step, seconds, *peaks, *ran, one.get("error") or ""]) + " |")
     return "\n".join(rows)

@@ -3,7 +3,7 @@
     python tools/gpu_smoke.py [--device cpu] [--first N]
 
 Prints lines `CASE name` and `RESULT {json}` for each case, from the Nth on. The exit status is 1 if one is wrong, and 70 where a case has left an
-error on the device that every later one in this process would meet.
+error on the device that every later one in this process would meet. A case that takes longer than `LIMIT` ends the process, which says where it was.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import ort_backend
 from ort_backend.graph_report import GraphReport
 from ort_backend.runtime import capabilities
 
-PATIENCE = 90  # seconds for a case: one that hangs ends the process, and the next one goes on behind it
 STEPS = 5  # where runs are captured as CUDA graphs, the last of them are replayed
+LIMIT = 90.0  # seconds of a case
 VARIANTS = ("", "side stream", "CUDA graphs")
 Made = tuple[nn.Module, Tensor]
 
@@ -96,11 +96,8 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     settings: dict[str, Any] = {"mode": "reduce-overhead", "dynamic": False} if variant == "CUDA graphs" else {}
     compiled = torch.compile(own, backend="ort_training", **settings)
     before = len(ort_backend.report().graphs)
-    side = torch.cuda.Stream() if variant == "side stream" else None
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream())  # on which the weights are made
     worst = 0.0
-    with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+    with _side_stream() if variant == "side stream" else contextlib.nullcontext():
         for step in range(STEPS):
             for module in (compiled, eager):
                 torch.manual_seed(step)
@@ -117,6 +114,12 @@ def run(make: Callable[[], Made], autocast: torch.dtype | None, tolerance: float
     graphs = ort_backend.report().graphs[before:]
     found = {"worst": worst, "buffers": buffers, **what_ran(graphs)}
     return {**found, "right": max(worst, buffers) <= tolerance and found["ran"] and found["sessions"] > 0 and not found["unexpected"]}
+
+
+def _side_stream() -> contextlib.AbstractContextManager[Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which made model and input
+    return torch.cuda.stream(stream)
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
@@ -147,17 +150,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of cases to leave out")
     arguments = parser.parse_args()
     device, failed = arguments.device, 0
-    torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions; the session of a graph with products as well would not use it
+    torch.backends.cudnn.allow_tf32 = False  # eager is the measure: by default its convolutions round float32 to TF32
     variants = VARIANTS if device == "cuda" else VARIANTS[:1]
     for variant, case in list(itertools.product(variants, CASES))[arguments.first :]:
         title = case[0] + (f" ({variant})" if variant else "")
         _write(f"CASE {title}")
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         found = _judged(case, device, variant)
-        faulthandler.cancel_dump_traceback_later()
         _write(f"RESULT {json.dumps({'name': title, **found})}")
         failed += not found["right"]
-        if not device_works():
+        works = device_works()
+        faulthandler.cancel_dump_traceback_later()
+        if not works:
             return 70
     return int(failed > 0)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import onnxruntime as ort
 import pytest
 import torch
 
 from ort_backend.errors import EnvironmentProblem
-from ort_backend.runtime import capabilities
+from ort_backend.runtime import capabilities, cuda
 from ort_backend.runtime.session import Program, Session, SessionConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +87,36 @@ else:
 """)
 
 
+def test_sessions_are_made_and_ended_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provider changes PyTorch's current device, which is restored around that."""
+    current, seen = [0], []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    class Made:
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            seen.append(("made", current[0]))
+
+        def get_providers(self) -> list[str]:
+            return [cuda.PROVIDER]
+
+        def __del__(self) -> None:
+            seen.append(("ended", current[0]))
+
+    monkeypatch.setattr(cuda, "device", device)
+    monkeypatch.setattr("onnxruntime.InferenceSession", Made)
+    capabilities.check_provider.__wrapped__(cuda.PROVIDER, 1)
+    assert seen == [("made", 1), ("ended", 1)]
+    one = Session.__new__(Session)
+    one.on_cuda, one._config, one._open = True, SessionConfig(provider=cuda.PROVIDER, device=2), Made()  # type: ignore[assignment]
+    one.close()
+    assert seen[2:] == [("made", 0), ("ended", 2)]
+
+
 @pytest.fixture
 def gpu_smoke(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """`tools/gpu_smoke.py`, which is not run as a part of a package."""
@@ -105,3 +137,12 @@ def test_later_cases_of_the_smoke_test_are_compiled_too(gpu_smoke: ModuleType) -
     with torch._dynamo.config.patch(recompile_limit=1):
         for name, make, autocast, tolerance in gpu_smoke.CASES[1:3]:
             assert gpu_smoke.run(make, autocast, tolerance, "cpu", "")["right"], name
+
+
+def test_a_side_stream_waits_for_model_and_input(gpu_smoke: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    name, make, autocast, tolerance = gpu_smoke.CASES[0]
+    assert gpu_smoke.run(make, autocast, tolerance, "cpu", "side stream")["right"] and waited == ["current"], name

@@ -11,10 +11,12 @@ from unittest import mock
 import onnx_ir as ir
 import pytest
 import torch
+from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime import binding, capabilities, cuda, session
+from ort_backend.errors import SessionError
+from ort_backend.runtime import binding, cuda
 from ort_backend.runtime.cuda import Allocator, Fence, Numerics
-from ort_backend.runtime.session import Program
+from ort_backend.runtime.session import Program, Session, SessionConfig
 
 NUMERICS = Numerics(tf32=False, algorithms="HEURISTIC")
 ALLOCATOR = Allocator(alloc=11, free=12, empty_cache=13)
@@ -55,6 +57,14 @@ def test_tf32_follows_the_older_switch_too() -> None:
     assert Numerics.now(products=True, convolutions=False).tf32
     torch.set_float32_matmul_precision("highest")
     assert not Numerics.now(products=True, convolutions=False).tf32
+
+
+@pytest.mark.parametrize(("dtype", "concerned"), [(ir.DataType.FLOAT, {"Conv"}), (ir.DataType.FLOAT16, set()), (None, {"Conv"})])
+def test_tf32_concerns_float32_only(dtype: ir.DataType | None, concerned: set[str]) -> None:
+    kind = None if dtype is None else ir.TensorType(dtype)
+    x, weight, y = (ir.Value(name=name, type=kind, shape=ir.Shape([1, 1, 1])) for name in ("x", "w", "y"))
+    graph = ir.Graph([x, weight], [y], nodes=[ir.Node("", "Conv", [x, weight, None], outputs=[y])], opset_imports={"": 18}, name="g")
+    assert Program.of(ir.Model(graph, ir_version=9), cuda.PROVIDER).float32_operators == concerned
 
 
 def test_convolution_algorithms_follow_cudnn_flags() -> None:
@@ -120,6 +130,30 @@ def test_callbacks_call_python_and_a_refusal_is_a_null_pointer() -> None:
     assert kept
 
 
+def test_an_allocation_that_failed_earlier_is_not_the_reason_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _kept = cuda.callbacks(lambda size: [][size], lambda address: None, lambda: None)
+    session = Session.__new__(Session)
+    session._config, session._registrations, session._stream, session.on_cuda = SessionConfig(provider=cuda.PROVIDER), [], None, True
+    session._program, session.name = mock.Mock(lines={}), "g"
+    monkeypatch.setattr(Fence, "of", lambda *_: None)
+    alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(made.alloc)
+    with mock.patch.object(torch.cuda, "device", lambda index: contextlib.nullcontext()):
+        with session.running():
+            assert alloc(1) is None  # ONNX Runtime tried less
+        with session.running():
+            assert isinstance(session.failure(RuntimeError("another")), SessionError)
+        with session.running():
+            assert alloc(1) is None
+            assert isinstance(session.failure(RuntimeError("no memory")), IndexError)
+
+
+def test_onnxruntime_is_told_whose_gpu_it_is() -> None:
+    device = binding.ort_device(torch.device("cuda", 1))
+    assert device.device_id() == 1 and device.device_type() == C.OrtDevice.cuda()
+    assert getattr(device, "vendor_id", lambda: 0x10DE)() == 0x10DE
+    assert binding.ort_device(torch.device("cpu")).device_type() == C.OrtDevice.cpu()
+
+
 class _Stream:
     def __init__(self, name: str, events: list[Any]) -> None:
         self.name, self.events = name, events
@@ -141,58 +175,10 @@ def test_there_is_no_fence_on_the_default_stream() -> None:
         assert Fence.of(0) is None
 
 
-@pytest.mark.parametrize(
-    ("op_type", "dtype", "products", "convolutions"),
-    [
-        ("MatMul", ir.DataType.FLOAT, True, False),
-        ("MatMul", ir.DataType.BFLOAT16, False, False),
-        ("Conv", ir.DataType.FLOAT, False, True),
-        ("Conv", ir.DataType.FLOAT16, False, False),
-    ],
-)
-def test_tf32_concerns_float32_alone(op_type: str, dtype: ir.DataType, products: bool, convolutions: bool) -> None:
-    shape = ir.Shape([4, 4, 4])
-    x, y, z = (ir.Value(name=name, type=ir.TensorType(dtype), shape=shape) for name in "xyz")
-    graph = ir.Graph([x, y], [z], nodes=[ir.Node("", op_type, [x, y], outputs=[z])], opset_imports={"": 18}, name="graph")
-    program = Program.of(ir.Model(graph, ir_version=9), cuda.PROVIDER)
-    assert (program.single_products, program.single_convolutions) == (products, convolutions)
-
-
 def test_products_inside_loops_count() -> None:
     x, y, z = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4, 4])) for name in "xyz")
     condition, out = ir.Value(name="c", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])), ir.Value(name="out")
     branch = ir.Graph([], [z], nodes=[ir.Node("", "MatMul", [x, y], outputs=[z])], name="branch")
     node = ir.Node("", "If", [condition], [ir.AttrGraph("then_branch", branch)], outputs=[out])
     graph = ir.Graph([condition, x, y], [out], nodes=[node], opset_imports={"": 18}, name="graph")
-    assert session._has_singles(ir.Model(graph, ir_version=9), {"MatMul"})
-
-
-def test_a_device_of_cuda_is_nvidias() -> None:
-    device = binding.ort_device(torch.device("cuda", 1))
-    assert device.device_id() == 1 and device.device_type() == binding.C.OrtDevice.cuda()
-    assert not hasattr(device, "vendor_id") or device.vendor_id() == 0x10DE
-
-
-def test_a_refused_allocation_that_a_run_survived_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(Fence, "of", lambda *_: None)
-    x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([4])) for name in "xy")
-    graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 18}, name="graph")
-    one = session.Session(Program.of(ir.Model(graph, ir_version=9)), session.SessionConfig(), ())
-    one.on_cuda = True
-    cuda._failure.error = torch.OutOfMemoryError("earlier")
-    with one.running():
-        assert cuda.take_failure() is None
-
-
-def test_sessions_are_made_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The provider makes it that, and it would stay so."""
-    entered: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
-    asked: list[Any] = []
-    monkeypatch.setattr(capabilities.ort, "InferenceSession", lambda *_, providers, **__: asked.append(providers))
-    capabilities._session(
-        ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 18}), ir_version=9), cuda.PROVIDER, 3, capabilities.ort.SessionOptions()
-    )
-    assert entered == [3] and asked == [[(cuda.PROVIDER, {"device_id": "3"})]]
+    assert Program.of(ir.Model(graph, ir_version=9)).float32_operators == {"MatMul"}
