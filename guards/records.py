@@ -203,6 +203,8 @@ def _warn(record: CompileRecord) -> None:
         return
     with _lock:
         same = [other for other in _records if other.cause and other.cause_key == record.cause_key]
+    if record.attempt is not None:
+        same = same[-max(record.attempt, 1) :]  # not what was compiled before the last `torch._dynamo.reset()`
     if len(same) >= WARN_FROM:
         spent = sum(other.total_seconds for other in same)
         log.warning(

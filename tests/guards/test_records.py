@@ -274,6 +274,22 @@ def test_reset_starts_anew_and_keeps_the_records(compiled: Compile) -> None:
     assert third.seconds["dynamo"] > 0  # the callback was put back
 
 
+def test_no_warning_of_what_was_compiled_before_a_reset(compiled: Compile, caplog: pytest.LogCaptureFixture) -> None:
+    """As where one process trains models of one class, one after the other."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with caplog.at_level(logging.WARNING, logger="ort_backend"):
+        for _ in range(4):
+            torch._dynamo.reset()
+            step = compiled(function, dynamic=False)
+            step(torch.ones(2))
+            step(torch.ones(3))
+    assert sum(record.cause is not None for record in records.all()) == 4
+    assert not [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+
+
 @pytest.mark.skipif(not hasattr(torch.compiler, "set_stance"), reason="torch.compiler.set_stance came with 2.6")
 def test_stances(compiled: Compile) -> None:
     f = compiled(add_one)
