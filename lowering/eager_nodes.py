@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
+from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
 from ort_backend.lowering.onednn import IMPLEMENTATIONS
 
@@ -20,6 +21,7 @@ _REPLACED = {
     # A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
+    BEHIND: lambda x, gradient: x,  # PyTorch's steps are in order; and what reads a plan from the cache may not know the operator
     FORWARD: run_forward,
     **IMPLEMENTATIONS,
 }

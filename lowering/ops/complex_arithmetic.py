@@ -13,8 +13,8 @@ import torch
 
 from ort_backend.lowering.complex_numbers import Complex, as_complex, from_pairs, from_real
 from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.ops.ordering import BEHIND
 from ort_backend.lowering.ops.ordering import behind as real_behind
 from ort_backend.lowering.ops.powers import atan2, hypot
 from ort_backend.lowering.ops.reduction import linalg_vector_norm as real_vector_norm

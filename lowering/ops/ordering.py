@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-import torch
 
 from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.registry import register
-
-_library = torch.library.Library("ort_training", "FRAGMENT")
-_library.define("behind(Tensor(a) x, Tensor gradient) -> Tensor(a)")
-_library.impl("behind", lambda x, gradient: x.view(x.shape), "CompositeExplicitAutograd")
-BEHIND = torch.ops.ort_training.behind.default
 
 
 @register(BEHIND, any_dtype=True)

@@ -17,7 +17,7 @@ from torch import fx
 
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.dtypes import carrier
-from ort_backend.lowering.ops.ordering import BEHIND
+from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
 from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
