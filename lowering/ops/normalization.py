@@ -393,18 +393,3 @@ def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, Hx
         along = op.Mul(normal, _mean(op, op.Mul(g, normal), [2]))
         grad_input = op.Reshape(op.Mul(op.Sub(op.Sub(g, _mean(op, g, [2])), along), rstd), op.Shape(input))
     return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)
-
-
-# -- weight norm
-
-
-@register(aten._weight_norm_interface_backward.default)
-def weight_norm_interface_backward(op, grad_w, saved_v, saved_g, saved_norms, dim):
-    """_weight_norm_interface_backward(Tensor grad_w, Tensor saved_v, Tensor saved_g, Tensor saved_norms, int dim) -> (Tensor, Tensor)"""
-    rank = saved_v.shape.rank()
-    axes = [axis for axis in range(rank) if axis != dim % rank]
-    shape = int64s(op, [-1 if axis == dim % rank else 1 for axis in range(rank)])
-    norms, g = op.Reshape(saved_norms, shape), op.Reshape(saved_g, shape)
-    grad_g = op.Div(_sum(op, op.Mul(grad_w, saved_v), axes, keepdims=True), norms)
-    grad_v = op.Mul(op.Sub(grad_w, op.Mul(saved_v, op.Div(grad_g, norms))), op.Div(g, norms))
-    return grad_v, op.Reshape(grad_g, op.Shape(saved_g))
