@@ -124,6 +124,8 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
     if not slow_kernels_may_go(target) or (node.target not in _FAR_FASTER and not node.meta.get(SELECTS)):
         return False
+    if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":  # others are quotients, rounded at once
+        return False
     size = size_of(node)
     return size is not None and size >= _FAR_LARGER
 

@@ -475,8 +475,16 @@ SLOW: dict[str, tuple[Any, str]] = {
     "atan2": (lambda x: torch.atan2(x, x + 2), "aten::atan2"),
     "remainder": (lambda x: x % 0.7, "aten::remainder.Scalar"),
     "cumsum": (lambda x: x.cumsum(1), "aten::cumsum"),
+    "floor_division": (lambda x: torch.div(x, 0.7, rounding_mode="floor") + x, "aten::div.Tensor_mode"),
     "relu_before_a_root": (lambda x: (nn.functional.relu(x) + 0.0).sqrt(), "aten::threshold_backward"),
 }
+
+
+@pytest.mark.skipif(WHOLE_GRAPHS, reason="about what runs between sessions")
+def test_a_division_rounded_towards_zero_stays_in_the_session() -> None:
+    x = torch.randn(256, 256).requires_grad_()
+    ran = same_as_eager(lambda x: ((torch.div(x.sin() * 9, 0.7, rounding_mode="trunc") + x) @ x.t()).tanh().sum(), call(x), python_ops=None)
+    assert not any(one.operator.startswith("aten::div") for graph in ran.graphs for one in graph.outside)
 
 
 @pytest.mark.skipif(WHOLE_GRAPHS, reason="about what runs between sessions")
