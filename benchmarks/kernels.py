@@ -3,6 +3,7 @@
     python -m benchmarks.kernels --model gpt                      # by operator, then by family
     python -m benchmarks.kernels --model gpt --nodes 20           # and the twenty slowest nodes of the ONNX graph
     python -m benchmarks.kernels --model gpt --beside inductor    # against inductor's generated kernels
+    python -m benchmarks.kernels --model gpt --dtype bfloat16     # under autocast
 
 One thread, forward and backward, milliseconds a step. Profilers cost time as well, most where there are many small kernels: compare shares,
 and take totals from `python -m benchmarks run`.
@@ -59,11 +60,11 @@ class Kernel:
     milliseconds: float
 
 
-def ort_kernels(workload: Workload, steps: int) -> tuple[list[Kernel], float]:
+def ort_kernels(workload: Workload, steps: int, dtype: torch.dtype) -> tuple[list[Kernel], float]:
     """What ONNX Runtime's profile says of every node, medians over the steps; and the milliseconds of a whole step."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"session_options": {"enable_profiling": True, "profile_file_prefix": f"{folder}/profile"}}
-        trainer = Trainer(workload, "ort_training", options=options)
+        trainer = Trainer(workload, "ort_training", dtype=dtype, options=options)
         trainer.median(WARM)
         whole = trainer.median(steps) * 1e3
         sessions = [found for found in gc.get_objects() if type(found) is onnxruntime.InferenceSession]
@@ -88,10 +89,10 @@ def _onnx_shapes(inputs: list[dict[str, list[int]]]) -> str:
     return " ".join(("x".join(map(str, shape)) or "-") + ("" if dtype == "float" else f":{dtype}") for dtype, shape in pairs)
 
 
-def torch_kernels(workload: Workload, backend: str, steps: int) -> tuple[list[Kernel], float]:
+def torch_kernels(workload: Workload, backend: str, steps: int, dtype: torch.dtype) -> tuple[list[Kernel], float]:
     """What torch's profiler says of every operator: its own time, without that of operators it calls; and the milliseconds of a whole step."""
     inductor_config.cpp.enable_kernel_profile = True  # names for inductor's generated kernels
-    trainer = Trainer(workload, backend)
+    trainer = Trainer(workload, backend, dtype=dtype)
     trainer.median(WARM)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
         whole = trainer.median(steps) * 1e3
@@ -170,16 +171,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20, help="operators that are listed one by one")
     parser.add_argument("--nodes", type=int, default=0, help="list so many of the slowest nodes")
     parser.add_argument("--beside", default="eager", choices=("eager", "aot_eager", "inductor"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"), help="another than float32: autocast")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    workload = WORKLOADS[arguments.model]
+    workload, dtype = WORKLOADS[arguments.model], getattr(torch, arguments.dtype)
     console.print(
-        f"{workload.name}: {workload.sizes}; torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, {arguments.threads} thread(s)"
+        f"{workload.name}: {workload.sizes}; {arguments.dtype}; torch {torch.__version__}, onnxruntime {onnxruntime.__version__}, "
+        f"{arguments.threads} thread(s)"
     )
 
-    ours, our_step = ort_kernels(workload, arguments.steps)
-    theirs, their_step = torch_kernels(workload, arguments.beside, arguments.steps)
+    ours, our_step = ort_kernels(workload, arguments.steps, dtype)
+    theirs, their_step = torch_kernels(workload, arguments.beside, arguments.steps, dtype)
     console.print(operator_table("ort_training", ours, our_step, arguments.rows))
     for graph in ort_backend.report().graphs:
         if graph.outside:
