@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
+from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -71,6 +72,7 @@ def lower_joint(
     """
     graph = module.graph
     mark_effects(graph)
+    correct_statistics(graph)
     drop_relayouts(graph)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
@@ -121,6 +123,7 @@ def lower_inference(
 ) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     mark_effects(graph)
+    correct_statistics(graph)
     drop_relayouts(graph)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)

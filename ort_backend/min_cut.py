@@ -19,6 +19,7 @@ from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
+from ort_backend.lowering.passes.statistics import correct_statistics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
+    correct_statistics(joint.graph)
     drop_known_masks(joint.graph)
     mark_gradients(joint.graph)
     asked = is_wanted(joint.graph)

@@ -1,0 +1,89 @@
+"""Normalizations in mixed precision: parameters in float32, everything else in half precision, as under autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import single_session
+from ops.harness import trace
+from torch import nn
+
+import ort_backend
+from ort_backend.lowering.passes.statistics import correct_statistics
+
+LARGE, SMALL = (2, 16, 64, 64), (2, 16, 4, 4)
+LAYERS = [nn.GroupNorm(4, 16), nn.BatchNorm2d(16), nn.Sequential(nn.Flatten(2), nn.LayerNorm(1)), nn.InstanceNorm2d(16, affine=True)]
+
+
+def _layer(number: int, shape: tuple[int, ...]) -> nn.Module:
+    """With random parameters."""
+    torch.manual_seed(number)
+    layer = nn.Sequential(nn.Flatten(2), nn.LayerNorm(shape[2] * shape[3])) if number == 2 else LAYERS[number]
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5)
+    return layer
+
+
+@pytest.mark.parametrize("kernels", ["measured", "onnxruntime"])
+@pytest.mark.parametrize("number", range(len(LAYERS)))
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_equal_eagers(dtype: torch.dtype, shape: tuple[int, ...], number: int, kernels: str) -> None:
+    layer = _layer(number, shape)
+    weights = torch.randn(shape)
+
+    def step(call: Any) -> list[torch.Tensor]:
+        layer.zero_grad()
+        x = torch.linspace(-2, 3, weights.numel()).sin().reshape(shape).to(dtype).requires_grad_()
+        y = call(x * 2)
+        (y.reshape(shape).float() * weights).sum().backward()
+        return [one.float() for one in (y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters()))]  # type: ignore[union-attr]
+
+    torch._dynamo.reset()
+    expected = step(layer)
+    found = step(torch.compile(layer, backend="ort_training", fullgraph=True, options={"kernels": kernels}))
+    for one, wanted in zip(found, expected, strict=True):
+        assert (one - wanted).norm() <= (2e-2 if dtype == torch.bfloat16 else 3e-3) * wanted.norm()
+
+
+@single_session
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="bfloat16 by oneDNN")
+def test_autocast_of_a_block() -> None:
+    """Where PyTorch's kernels run, they meet the statistics that they have left: eager's numbers."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.GroupNorm(8, 32), nn.SiLU(), nn.GroupNorm(4, 32))
+    x = torch.randn(2, 32, 64, 64).bfloat16()
+
+    def step(call: Any) -> list[torch.Tensor | None]:
+        block.zero_grad()
+        y = call(x)
+        (y.float() * torch.linspace(-1, 1, y.numel()).sin().view_as(y)).sum().backward()
+        return [y.detach(), *(parameter.grad for parameter in block.parameters())]
+
+    torch._dynamo.reset()
+    expected = step(block)
+    torch.testing.assert_close(step(torch.compile(block, backend="ort_training", fullgraph=True)), expected, rtol=1e-3, atol=1e-3)
+    operators = {one.operator for one in ort_backend.report().graphs[-1].outside}
+    assert {"aten::native_group_norm", "aten::native_group_norm_backward"} <= operators
+
+
+def test_fake_values_have_the_dtypes_of_the_kernels() -> None:
+    layer = nn.GroupNorm(4, 16)
+
+    def step(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+        y = nn.functional.group_norm(x, 4, weight, bias)
+        return torch.autograd.grad(y.float().sum(), [x, weight, bias])
+
+    x = torch.randn(SMALL).bfloat16().requires_grad_()
+    graph = trace(step, [x, *layer.parameters()]).graph
+    correct_statistics(graph)
+    found = {}
+    for node in graph.nodes:
+        if "group_norm" in str(node.target):
+            found[str(node.target)] = [value.dtype for value in node.meta["val"]]
+            real = [torch.zeros(value.shape, dtype=value.dtype) for value in (one.meta["val"] for one in node.all_input_nodes)]
+            arguments = torch.fx.map_arg(node.args, dict(zip(node.all_input_nodes, real)).__getitem__)
+            assert [value.dtype for value in node.target(*arguments)] == found[str(node.target)]
+    assert len(found) == 2
