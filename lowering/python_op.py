@@ -96,24 +96,25 @@ def _draws(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], declared: list[bool]) -> PythonCall:
+def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], results: list[Any]) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
     Each step calls it between large products, which leave nothing of it in the processor's caches: what little it does beside `target` counts.
 
-    `declared` says which of `target`'s results the node has an output for; an operator may return None there (an unused workspace).
+    `results` are `target`'s as fake values. The node has an output for those that are not None; an operator may return None there (an unused
+    workspace).
     """
     fill = _filler(spec, constants, slots)
-    wanted = [i for i, is_declared in enumerate(declared) if is_declared]
+    wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None) for i, value in enumerate(results) if value is not None]
     is_fresh = _returns_new_memory(target)
-    if (into := into_given_memory(target)) is not None:
+    if len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
         return PythonCall(unique_name(title), title, functools.partial(_run_into, into, fill), allocates=True)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = fill(tensors)
         result = target(*args, **kwargs)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        carried = [to_carrier(_as_tensor(results[i])) for i in wanted]
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        carried = [to_carrier(_as_tensor(made[i], dtype)) for i, dtype in wanted]
         if is_fresh:
             return carried
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
@@ -206,9 +207,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return tensor.clone() if tensor.numel() and tensor.untyped_storage().data_ptr() in taken else tensor
 
 
-def _as_tensor(value: Any) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value
+def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):  # whose dtype is not the fake one's in mixed precision: a group norm's statistics (seen in torch 2.13)
+        return value if dtype is None or value.dtype == dtype else value.to(dtype)
     return torch.empty(0) if value is None else torch.tensor(value)
 
 
@@ -244,7 +245,7 @@ def write_python_op(
         slots.append(_TensorSlot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
-    call = make_call(target, title, spec, constants, slots, [value is not None for value in results])
+    call = make_call(target, title, spec, constants, slots, results)
     outputs = [_output_of(value) for value in results if value is not None]
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
     release_context(op, made if isinstance(made, ir.Value) else made[0])

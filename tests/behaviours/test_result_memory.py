@@ -124,38 +124,76 @@ def test_threads() -> None:
     assert not wrong
 
 
-_OTHERS: dict[Any, tuple[Any, ...]] = {
-    aten.leaky_relu_backward.default: (0.1, False),
-    aten.pow.Tensor_Scalar: (3.0,),
-    aten.threshold_backward.default: (0.0,),
-}
-
-
-@pytest.mark.parametrize("target", given_memory.ELEMENTWISE, ids=str)
-def test_kernels_write_into_what_they_are_given(target: Any) -> None:
-    tensors = [torch.rand(64, 700) + 0.1 for argument in target._schema.arguments if isinstance(argument.type, torch.TensorType)]
+def _given() -> tuple[list[torch.Tensor], given_memory.Empty]:
+    """What was given, and what gives it."""
     given: list[torch.Tensor] = []
 
     def empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
         given.append(torch.empty(shape, dtype=dtype))
         return given[-1]
 
-    into = given_memory.into_given_memory(target)
+    return given, empty
+
+
+_X = torch.rand(6, 700) + 0.1
+_PICTURE = torch.rand(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "target, args",
+    [
+        *((getattr(aten, name).default, (_X,)) for name in ("gelu", "hardswish", "log", "log1p", "rsqrt", "softplus", "silu", "relu", "exp")),
+        *((getattr(aten, name).default, (_X, _X + 1)) for name in ("gelu_backward", "silu_backward", "sigmoid_backward", "atan2")),
+        (aten.leaky_relu_backward.default, (_X, _X, 0.1, False)),
+        (aten.pow.Tensor_Scalar, (_X, 3.0)),
+        (aten.pow.Tensor_Scalar, (torch.arange(4), 2.5)),
+        (aten.threshold_backward.default, (_X, _X, 0.0)),
+        (aten.add.Tensor, (_X, _X[0])),
+        (aten.add.Tensor, (_X.bfloat16(), _X)),
+        (aten.mul.Tensor, (_X[:, :1], _X[0])),
+        (aten.div.Tensor, (torch.arange(4), torch.tensor(3))),
+        (aten.where.self, (_X > 0.5, _X, torch.tensor(0.0))),
+        (aten.clamp.default, (_X, 0.2, 0.5)),
+        (aten.gt.Scalar, (_X, 0.5)),
+        (aten._softmax.default, (_X, 0, False)),
+        (aten._log_softmax_backward_data.default, (_X, -_X, 1, torch.float32)),
+        (aten.cumsum.default, (_X, 1)),
+        (aten.nll_loss_backward.default, (torch.tensor(1.0), _X, torch.arange(6), None, 1, -100, torch.tensor(6.0))),
+        (aten.max_pool2d_with_indices_backward.default, (_PICTURE[..., :4, :4], _PICTURE, [2, 2], [2, 2], [0, 0], [1, 1], False,
+         torch.nn.functional.max_pool2d(_PICTURE, 2, return_indices=True)[1])),
+        (aten.relu.default, (torch.tensor([float("nan"), -1.0, 2.0]),)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
+)  # fmt: skip
+def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ...]) -> None:
+    expected = target(*args)
+    given, empty = _given()
+    into = given_memory.into_given_memory(target, expected)
     assert into is not None
-    found = into(empty, *tensors, *_OTHERS.get(target, ()))
-    torch.testing.assert_close(found, target(*tensors, *_OTHERS.get(target, ())), rtol=0, atol=0)
+    found = into(empty, *args)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert [one.data_ptr() for one in given] == [found.data_ptr()]
 
 
-def test_other_dtypes_than_the_result_are_left_to_the_operator() -> None:
-    into = given_memory.into_given_memory(aten.pow.Tensor_Scalar)
+def test_named_arguments() -> None:
+    given, empty = _given()
+    into = given_memory.into_given_memory(aten.cumsum.default, torch.zeros(6, 700, dtype=torch.float64))
     assert into is not None
+    torch.testing.assert_close(into(empty, _X, 1, dtype=torch.float64), _X.cumsum(1, dtype=torch.float64), rtol=0, atol=0)
+    assert len(given) == 1
 
-    def empty(shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        raise AssertionError("not of this dtype")
 
-    torch.testing.assert_close(into(empty, torch.arange(4), 2.5), torch.arange(4) ** 2.5)
-    torch.testing.assert_close(into(empty, torch.ones(4), 1j), torch.ones(4) ** 1j)
+@pytest.mark.parametrize(
+    "target, args",
+    [
+        (aten.bernoulli.p, (_X, 0.5)),  # draws
+        (aten.native_dropout_backward.default, (_X, _X > 0.5, 2.0)),  # whose variant copies
+        (aten.pow.Tensor_Scalar, (_X, 1j)),
+        (aten.sum.dim_IntList, (_X, [1])),
+    ],
+)
+def test_others_make_their_own(target: Any, args: tuple[Any, ...]) -> None:
+    assert given_memory.into_given_memory(target, target(*args)) is None
 
 
 @_training
