@@ -1,7 +1,8 @@
 """Times ONNX Runtime's CPU kernels beside PyTorch's, operator by operator and size by size: `python -m benchmarks.kernel_choice [--write]`.
 
-Both run inside a session, PyTorch's as a `PythonOp` with all that it costs there; float32, one thread. A time is the smallest CPU time of the
-thread over many runs, which other processes disturb least. With `--write` the ranges where PyTorch is faster become `lowering/kernel_table.py`.
+Both run inside a session, PyTorch's as a `PythonOp` with all that it costs there, ONNX Runtime's on half precision between casts; one thread. A time
+is the smallest CPU time of the thread over many runs, which other processes disturb least. With `--write` the ranges where PyTorch is faster become
+`lowering/kernel_table.py`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ def pointwise(n: int) -> Iterator[Case]:
     yield aten.native_dropout_backward.default, (g, x > -1, 1.1), {}
     yield aten.pow.Tensor_Scalar, (x, 3.0), {}
     yield aten.clamp.default, (x, -1.0, 1.0), {}
+    for op in (aten.add, aten.sub, aten.mul, aten.div):
+        yield op.Tensor, (x, g), {}
+
+
+def products(n: int) -> Iterator[Case]:
+    """Batches of matrix products with about `n` elements in one of their factors (single products: `kernel_choice.product_by_mkl` and others)."""
+    for rows, depth, columns in ((128, 64, 128), (128, 128, 64), (256, 256, 256)):
+        batch = max(1, n // (rows * max(depth, columns)))
+        yield aten.bmm.default, (rand(batch, rows, depth), rand(batch, depth, columns)), {}
 
 
 def functions(n: int) -> Iterator[Case]:
@@ -100,9 +110,9 @@ def rows(n: int) -> Iterator[Case]:
     yield aten.native_layer_norm_backward.default, (g, x, [width], mean, rstd, w, b, [True, True, True]), {}
     y = x.softmax(-1)
     yield aten._softmax.default, (x, -1, False), {}
-    yield aten._softmax_backward_data.default, (g, y, -1, torch.float32), {}
+    yield aten._softmax_backward_data.default, (g, y, -1, x.dtype), {}
     yield aten._log_softmax.default, (x, -1, False), {}
-    yield aten._log_softmax_backward_data.default, (g, y.log(), -1, torch.float32), {}
+    yield aten._log_softmax_backward_data.default, (g, y.log(), -1, x.dtype), {}
     for op in (aten.amax, aten.sum.dim_IntList, aten.mean.dim):
         yield getattr(op, "default", op), (x, [-1], True), {}
     yield aten.cumsum.default, (x, -1), {}
@@ -119,9 +129,9 @@ def axes(n: int) -> Iterator[Case]:
     x = rand(max(n // 65536, 1), 64, min(n // 64, 1024))
     y, g = x.softmax(1), rand(x.shape)
     yield aten._softmax.default, (x, 1, False), {}
-    yield aten._softmax_backward_data.default, (g, y, 1, torch.float32), {}
+    yield aten._softmax_backward_data.default, (g, y, 1, x.dtype), {}
     yield aten._log_softmax.default, (x, 1, False), {}
-    yield aten._log_softmax_backward_data.default, (g, y.log(), 1, torch.float32), {}
+    yield aten._log_softmax_backward_data.default, (g, y.log(), 1, x.dtype), {}
     for op in (aten.prod.dim_int, aten.max.dim, aten.min.dim):
         yield op, (x, 1), {}
         yield op, (x, 2), {}
@@ -227,6 +237,7 @@ def steps(n: int) -> Iterator[Case]:
 
 KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
+    "products": products,
     "functions": functions,
     "rows": rows,
     "axes": axes,
@@ -251,7 +262,8 @@ def measure(case: Case, seconds: float) -> Timing:
     for _, run in itertools.product(range(3), (ort, pytorch)):
         if run is not None:
             times[run] = min(times.get(run, 1e9), _smallest(run, seconds / 6))
-    return Timing(kernel_choice.operator_class(node), kernel_choice.size_of(node) or 0, times.get(ort), times[pytorch])
+    size, dtype = kernel_choice.size_of(node) or (0, torch.float32)
+    return Timing(kernel_choice.table_key(node, dtype), size, times.get(ort), times[pytorch])
 
 
 def _graph(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, list[torch.Tensor]]:
@@ -340,20 +352,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_choice", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write lowering/kernel_table.py")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS), help="kinds of operators")
+    parser.add_argument("--dtypes", nargs="*", choices=("float32", "bfloat16", "float16"), default=["float32"])
     parser.add_argument("--powers", nargs="*", type=int, default=[12, 14, 16, 18, 20, 22, 24], help="sizes, as powers of two")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each operator and size")
     options = parser.parse_args()
     torch.set_num_threads(1)
     timings = []
     console = Console(width=110)
-    for kind in options.only:
+    for dtype, kind in itertools.product(options.dtypes, options.only):
+        torch.set_default_dtype(getattr(torch, dtype))
         for power in options.powers:
             for case in KINDS[kind](1 << power):
                 timing = measure(case, options.seconds)
                 timings.append(timing)
                 ort = "     no kernel" if timing.ort is None else f"{timing.ort * 1e6:11.0f} us"
                 ratio = "" if timing.ort is None else f"{timing.ort / timing.pytorch:6.2f}"
-                console.print(f"{timing.name:52} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
+                console.print(f"{timing.name:56} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
     judged = {str(target) for target in kernel_choice.IN_STEPS}  # by rules in lowering/kernel_choice.py, as attention is
     table = ranges([timing for timing in timings if "attention" not in timing.name and timing.name not in judged])
     measured = {timing.name for timing in timings}

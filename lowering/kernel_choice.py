@@ -1,8 +1,9 @@
 """Which kernel runs an operator that both ONNX Runtime and PyTorch have: the faster, as measured.
 
-The table is `kernel_table.FASTER_IN_PYTORCH`, written by `python -m benchmarks.kernel_choice --write`. It holds for float32 on the CPU provider
-and one thread. An operator is looked up by its name and shape class, and chosen by its size: the elements of its largest tensor. Small tensors
-always stay with ONNX Runtime, where a node costs less than the call into Python.
+The table is `kernel_table.FASTER_IN_PYTORCH`, written by `python -m benchmarks.kernel_choice --write`. It holds for the CPU provider and one thread.
+An operator is looked up by its name, shape class and dtype, and chosen by its size: the elements of its largest tensor. Small tensors always stay
+with ONNX Runtime, where a node costs less than the call into Python. In half precision ONNX Runtime computes between casts to float32, so that
+most of PyTorch's kernels are faster from some 65,536 elements on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
+from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
@@ -55,6 +56,14 @@ _FAR_FASTER = {
 }  # fmt: skip
 _FAR_LARGER = 65536
 
+# What oneDNN has kernels in bfloat16 for, where the processor has instructions.
+_PRODUCTS = {aten.convolution.default, aten.convolution_backward.default, aten.bmm.default}
+
+# Elements of the largest tensors that were measured; what holds for them holds beyond (at twice as many the ratios are the same).
+_LARGEST = 1 << 24
+
+_IN_TABLE = (torch.float32, torch.bfloat16, torch.float16)
+
 # For a GPU. ONNX Runtime has no backward of such kernels.
 _FUSED_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
@@ -94,6 +103,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:
         return "MKL's product is faster at this size"
+    if node.target is BFLOAT16_MM:
+        return "oneDNN's product in bfloat16 is faster than one in float32"
     if not target.whole_graphs or target.kernels == "onnxruntime":
         return None
     if node.target in _FUSED_ATTENTION:
@@ -110,24 +121,41 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return _large_transform(node)
     if is_volume_convolution(node):
         return "oneDNN's convolutions of volumes are faster, and ONNX Runtime has no kernel for their gradients"
-    size = size_of(node)
-    if node.meta.get(SELECTS) and size is not None and size >= _LARGE_SELECTION:
-        return "PyTorch's kernel selects zeros, for which ONNX Runtime has Where alone"
-    known = FASTER_IN_PYTORCH.get(operator_class(node))
-    if known is None:
+    if (found := size_of(node)) is None:
         return None
-    ratio = next((ratio for low, high, ratio in known if size is not None and low <= size <= high), None)
+    size, dtype = found
+    if node.meta.get(SELECTS) and size >= _LARGE_SELECTION:
+        return "PyTorch's kernel selects zeros, for which ONNX Runtime has Where alone"
+    ratio = _measured_ratio(node, size, dtype, target)
     return None if ratio is None else f"PyTorch's kernel is {ratio:.1f} times as fast at this size"
+
+
+def _measured_ratio(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarget) -> float | None:
+    """ONNX Runtime's time over PyTorch's, where the table has PyTorch's kernel as the faster one."""
+    if dtype is torch.bfloat16 and node.target in _PRODUCTS and not target.bfloat16_products:
+        return None
+    known = FASTER_IN_PYTORCH.get(table_key(node, dtype), ())
+    return next((ratio for low, high, ratio in known if low <= size and (size <= high or high >= _LARGEST)), None)
 
 
 def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
-    if not slow_kernels_may_go(target) or (node.target not in _FAR_FASTER and not node.meta.get(SELECTS)):
+    if not slow_kernels_may_go(target):
+        return False
+    if (found := size_of(node)) is not None and found[1] is not torch.float32:
+        return _far_faster_in_half(node, *found, target)
+    if node.target not in _FAR_FASTER and not node.meta.get(SELECTS):
         return False
     if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":  # others are quotients, rounded at once
         return False
-    size = size_of(node)
-    return size is not None and size >= _FAR_LARGER
+    return found is not None and found[0] >= _FAR_LARGER
+
+
+def _far_faster_in_half(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarget) -> bool:
+    if node.target in (aten.mm.default, aten.addmm.default):
+        left, right = (one.meta["val"].shape for one in node.args[-2:])  # type: ignore[union-attr]
+        return dtype is torch.bfloat16 and target.bfloat16_products and product_in_bfloat16(*map(hint, (*left, right[1])))
+    return size >= _FAR_LARGER and (bool(node.meta.get(SELECTS)) or _measured_ratio(node, size, dtype, target) is not None)
 
 
 def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
@@ -261,6 +289,14 @@ def product_by_mkl(rows: int, depth: int, columns: int, *, transposed: bool) -> 
     return multiplications >= 1e8 if transposed else multiplications >= 2e8 and depth * columns >= 256 * (depth + columns)
 
 
+def product_in_bfloat16(rows: int, depth: int, columns: int) -> bool:
+    """Whether oneDNN computes a product (rows x depth) (depth x columns) in bfloat16, and not ONNX Runtime between casts to float32.
+
+    On a processor with instructions for it, where oneDNN reaches 500 GFLOP/s and ONNX Runtime 190 in float32 (AMD EPYC of family 26).
+    """
+    return rows * depth * columns >= 4e6
+
+
 def operator_class(node: fx.Node) -> str:
     """The operator's name, behind it the class of its shapes where these decide: `aten::convolution.default depthwise 3x3`."""
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -305,14 +341,27 @@ def _measured_size(kind: str, *sizes: int) -> str:
     return "x".join(map(str, sizes))
 
 
-def size_of(node: fx.Node) -> int | None:
-    """Elements of the largest tensor among the node's inputs and results; None if that is unknown, or not all of them are float32."""
+def table_key(node: fx.Node, dtype: torch.dtype) -> str:
+    """Under which the table has an operator: its class, and behind it another dtype than float32."""
+    return operator_class(node) + ("" if dtype is torch.float32 else f" in {str(dtype).removeprefix('torch.')}")
+
+
+def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:
+    """Elements of the largest tensor among the node's inputs and results, and the dtype of the large ones among its floating point inputs.
+
+    Small ones may have another dtype, as the parameters of a normalization under autocast. A node without any large ones counts as one of float32.
+    None where a size is unknown, and for dtypes that the table does not know.
+    """
     leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if any(tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype != torch.float32) for tensor in tensors):
-        return None
     sizes = [_elements(tensor) for tensor in tensors]
-    return None if not sizes or None in sizes else max(size for size in sizes if size is not None)
+    if not sizes or None in sizes or any(tensor.is_complex() for tensor in tensors):
+        return None
+    largest = max(size for size in sizes if size is not None)
+    given = [one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
+    dtypes = {one.dtype for one in given if one.is_floating_point() and 16 * (_elements(one) or 0) >= largest}
+    dtype = dtypes.pop() if dtypes else torch.float32
+    return None if dtypes or dtype not in _IN_TABLE else (largest, dtype)
 
 
 def _elements(tensor: torch.Tensor) -> int | None:

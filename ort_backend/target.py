@@ -30,6 +30,7 @@ class OrtTarget:
             ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
         onednn: Whether PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn`).
         mkl: Whether PyTorch's matrix products are MKL's, on a processor that it was made for.
+        bfloat16_products: Whether PyTorch's products and convolutions in bfloat16 are oneDNN's, on a processor with instructions for them.
         cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
             captured but never replayed (read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls).
     """
@@ -44,6 +45,7 @@ class OrtTarget:
     kernels: str = "measured"
     onednn: bool = False
     mkl: bool = False
+    bfloat16_products: bool = False
     cuda_graphs: bool = False
 
     @property

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ort_backend.lowering.dense_products import MKL_MM, ONEDNN_MM
-from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, pytorch_may_run
+from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
+from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, product_in_bfloat16, pytorch_may_run
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def choose_products(graph: fx.Graph, target: OrtTarget) -> None:
-    """Replaces, in place, `mm` and `addmm` in float32 where MKL's or oneDNN's product is the faster one.
+    """Replaces, in place, `mm` and `addmm` in float32 or bfloat16 where MKL's or oneDNN's product is the faster one.
 
     Args:
         graph: Of ATen operators with fake tensors in their metadata. Symbolic sizes count as their example.
@@ -26,25 +26,29 @@ def choose_products(graph: fx.Graph, target: OrtTarget) -> None:
     if not pytorch_may_run(target):
         return
     for node in graph.nodes:
-        if _is_product(node) and (operator := _faster(node.args[-2], node.args[-1], target)):
+        if (dtype := _product_of(node)) and (operator := _faster(node.args[-2], node.args[-1], dtype, target)):
             *bias, left, right = node.args
             (left, trans_left), (right, trans_right) = _untransposed(left), _untransposed(right)
             node.target, node.args, node.kwargs = operator, (left, right, *(bias or [None]), trans_left, trans_right), {}
 
 
-def _is_product(node: fx.Node) -> bool:
-    """Whether `node` is left @ right of dense matrices in float32, or that and a number for each column."""
+def _product_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of left @ right of dense matrices, or of that and a number for each column; None for another node."""
     if node.target not in (aten.mm.default, aten.addmm.default) or any(factor != 1 for factor in node.kwargs.values()):
-        return False
-    fakes = [one.meta["val"] for one in node.all_input_nodes]
-    if any(fake.dtype != torch.float32 or fake.layout != torch.strided for fake in fakes):
-        return False
-    return node.target is aten.mm.default or statically_known_true(_shape(node.args[0]) == _shape(node)[1:])
+        return None
+    dtype = node.meta["val"].dtype
+    if any(fake.dtype != dtype or fake.layout != torch.strided for fake in (one.meta["val"] for one in node.all_input_nodes)):
+        return None
+    return dtype if node.target is aten.mm.default or statically_known_true(_shape(node.args[0]) == _shape(node)[1:]) else None
 
 
-def _faster(left: Any, right: Any, target: OrtTarget) -> Any:
+def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any:
     """The operator that is faster than ONNX Runtime's product; None if there is none."""
     rows, depth, columns = map(hint, (*_shape(left), _shape(right)[1]))
+    if dtype is torch.bfloat16:
+        return BFLOAT16_MM if target.bfloat16_products and product_in_bfloat16(rows, depth, columns) else None
+    if dtype is not torch.float32:
+        return None
     transposed = _untransposed(left)[1]
     if target.mkl and product_by_mkl(rows, depth, columns, transposed=transposed):
         return MKL_MM

@@ -1,4 +1,4 @@
-"""Matrix products that oneDNN or MKL computes: which, with what results, and where not."""
+"""Matrix products that oneDNN or MKL computes, in float32 and in bfloat16: which, with what results, and where not."""
 
 from __future__ import annotations
 
@@ -163,3 +163,50 @@ def test_other_dtypes_stay(always: str, dtype: torch.dtype) -> None:
     a, b = torch.arange(12).reshape(3, 4).to(dtype), torch.arange(20).reshape(4, 5).to(dtype)
     torch.testing.assert_close(torch.compile(torch.mm, backend="ort_training")(a, b), a @ b)
     assert _by(always) == 0
+
+
+@pytest.fixture
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with instructions for products in bfloat16, whatever the processor."""
+    monkeypatch.setattr(dense_products, "processor_multiplies_bfloat16", lambda: True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_autocast_to_bfloat16(bfloat16: None, bias: bool) -> None:
+    torch._dynamo.reset()
+    model, x = nn.Sequential(nn.Linear(256, 320, bias=bias), nn.ReLU(), nn.Linear(320, 192, bias=bias)), torch.randn(128, 256)
+    results = []
+    for call in (model, torch.compile(model, backend="ort_training", fullgraph=True)):
+        results.append(_gradients(model, x, lambda x, call=call: torch.autocast("cpu", torch.bfloat16)(call)(x).float()))
+    torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
+    assert _by("bfloat16") == 6  # a forward, and gradients of input and weights, of each layer
+
+
+@pytest.mark.parametrize("rows, depth, columns, chosen", [(128, 256, 320, True), (128, 64, 128, False), (1, 1024, 1024, False)])
+def test_choice_of_bfloat16(rows: int, depth: int, columns: int, chosen: bool) -> None:
+    assert kernel_choice.product_in_bfloat16(rows, depth, columns) == chosen
+
+
+def test_a_product_in_bfloat16_is_eagers(bfloat16: None) -> None:
+    torch._dynamo.reset()
+    a, b = torch.randn(192, 256).bfloat16(), torch.randn(256, 128).bfloat16()
+    assert torch.equal(torch.compile(torch.mm, backend="ort_training")(a, b), a @ b)
+    assert _by("bfloat16") == 1
+
+
+@pytest.mark.parametrize("options", OFF, ids=str)
+def test_bfloat16_on_onnx_runtime_only(bfloat16: None, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    a, b = torch.randn(192, 256).bfloat16(), torch.randn(256, 128).bfloat16()
+    torch.testing.assert_close(torch.compile(torch.mm, backend="ort_training", options=options)(a, b), a @ b)
+    assert _by("bfloat16") == 0
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_bfloat16_without_instructions(monkeypatch: pytest.MonkeyPatch, onednn: bool) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(dense_products, "processor_multiplies_bfloat16", lambda: not onednn)
+    a, b = torch.randn(192, 256).bfloat16(), torch.randn(256, 128).bfloat16()
+    with torch.backends.mkldnn.flags(enabled=onednn):
+        torch.testing.assert_close(torch.compile(torch.mm, backend="ort_training")(a, b), a @ b)
+    assert _by("bfloat16") == 0
