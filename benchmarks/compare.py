@@ -32,14 +32,23 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
     return max(abs(loss - wanted) / max(abs(wanted), 1e-3) for loss, wanted in zip(losses, reference, strict=True))
 
 
-def gradient_error(gradients: dict[str, Tensor], reference: dict[str, Tensor], dtype: torch.dtype) -> str | None:
-    """What is wrong with these gradients, None if they are the reference's."""
+def gradient_error(
+    gradients: dict[str, Tensor], reference: dict[str, Tensor], dtype: torch.dtype, in_float32: dict[str, Tensor] | None = None
+) -> str | None:
+    """What is wrong with these gradients, None if they are the reference's.
+
+    Where the reference's own in float32 are given, a difference may be twice as large as from those: deep convolutional networks of random weights
+    magnify the rounding of half precision (ResNet-50's gradients a third, eager PyTorch's as well).
+    """
     if gradients.keys() != reference.keys():
         return f"wrong gradients: only one of this and eager has {sorted(gradients.keys() ^ reference.keys())}"
     largest = max(wanted.norm().item() for wanted in reference.values())
     for name, wanted in reference.items():
         difference = (gradients[name] - wanted).norm().item()
-        if not difference <= GRADIENT_TOLERANCE[dtype] * max(wanted.norm().item(), 1e-3 * largest):  # a key's bias has a gradient of rounding only
+        allowed = GRADIENT_TOLERANCE[dtype] * max(wanted.norm().item(), 1e-3 * largest)  # a key's bias has a gradient of rounding only
+        if in_float32 is not None:
+            allowed = max(allowed, 2 * (in_float32[name] - wanted).norm().item())
+        if not difference <= allowed:
             return f"wrong gradient of {name}: {difference:.3g} from eager's, whose norm is {wanted.norm().item():.3g}"
     return None
 

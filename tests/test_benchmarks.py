@@ -165,6 +165,13 @@ def test_a_missing_gradient_is_named() -> None:
     assert "weight" in str(compare.gradient_error({**gradients, "weight": torch.full((2,), math.nan)}, gradients, torch.float32))
 
 
+def test_gradients_in_half_precision_may_differ_as_eagers_do_from_float32() -> None:
+    gradients, in_float32 = {"weight": torch.ones(2)}, {"weight": torch.full((2,), 1.3)}
+    assert "weight" in str(compare.gradient_error({"weight": torch.full((2,), 1.5)}, gradients, torch.bfloat16))
+    assert compare.gradient_error({"weight": torch.full((2,), 1.5)}, gradients, torch.bfloat16, in_float32) is None
+    assert "weight" in str(compare.gradient_error({"weight": torch.full((2,), 1.7)}, gradients, torch.bfloat16, in_float32))
+
+
 def test_a_difference_within_the_noise_is_told_from_one_that_is_not() -> None:
     noisy = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2, 0.95, 1.05, 1.0]
     assert compare.Ratio.of(noisy, noisy[::-1]).within_noise
