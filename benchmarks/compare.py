@@ -19,10 +19,17 @@ GRADIENT_TOLERANCE = {torch.float32: 5e-2, torch.bfloat16: 2e-1}
 RESOLUTION = 0.01
 
 
-def loss_error(losses: Sequence[float], reference: Sequence[float], dtype: torch.dtype) -> str | None:
-    """What is wrong with these losses, None if they are the reference's."""
+def loss_error(losses: Sequence[float], reference: Sequence[float], dtype: torch.dtype, in_float32: Sequence[float] | None = None) -> str | None:
+    """What is wrong with these losses, None if they are the reference's.
+
+    Where the reference's own in float32 are given, losses behind the first step in which those differ by more than the tolerance need only be
+    finite: training magnifies the rounding of half precision from step to step (the DLRM's to 5 % within two hundred, eager PyTorch's as well).
+    """
+    tells = True
     for step, (loss, wanted) in enumerate(zip(losses, reference, strict=True)):
-        if not math.isfinite(loss) or abs(loss - wanted) > LOSS_TOLERANCE[dtype] * max(abs(wanted), 1e-3):
+        allowed = LOSS_TOLERANCE[dtype] * max(abs(wanted), 1e-3)
+        tells = tells and (in_float32 is None or abs(in_float32[step] - wanted) <= allowed)
+        if not math.isfinite(loss) or (tells and abs(loss - wanted) > allowed):
             return f"wrong loss: {loss:.6g} at step {step}, eager has {wanted:.6g}"
     return None
 

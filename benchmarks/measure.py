@@ -94,16 +94,20 @@ def take_turns(
                 entries[backend].turn(per_turn)
         for entry in entries.values():
             entry.finish(recompiles=recompiles)
-        in_float32 = None if dtype == torch.float32 else _gradients_in_float32(workload, device)
+        in_float32 = (None, None) if dtype == torch.float32 else _in_float32(workload, device, len(entries[REFERENCE].losses))
         return {backend: _judged(entry, entries[REFERENCE], dtype, in_float32) for backend, entry in entries.items()}
 
 
-def _gradients_in_float32(workload: Workload, device: str) -> dict[str, torch.Tensor]:
-    """The first gradients of the reference without autocast."""
+def _in_float32(workload: Workload, device: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of so many steps and the first gradients of the reference without autocast."""
     process = Elsewhere(functools.partial(Contestant, workload, REFERENCE, device, torch.float32))
     try:
         process.ask("warm_up")
-        return {name: torch.from_numpy(gradient) for name, gradient in process.ask("computed")[1].items()}
+        losses, gradients = process.ask("computed")
+        if len(losses) < steps:
+            process.ask("turn", steps - len(losses))
+            losses, gradients = process.ask("computed")
+        return losses, {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
     finally:
         process.close()
 
@@ -147,14 +151,14 @@ class Entry:
             self.warm_compile_seconds = self.ask("recompile")
 
 
-def _judged(entry: Entry, reference: Entry, dtype: torch.dtype, in_float32: dict[str, torch.Tensor] | None) -> dict[str, Any]:
+def _judged(entry: Entry, reference: Entry, dtype: torch.dtype, in_float32: tuple[Any, Any]) -> dict[str, Any]:
     if entry.error is not None:
         return {"error": entry.error}
     turns = [seconds * 1e3 for seconds in entry.turns]
     low, median, high = statistics.quantiles(turns, n=4)
     wrong = (
-        compare.loss_error(entry.losses, reference.losses, dtype),
-        compare.gradient_error(entry.gradients, reference.gradients, dtype, in_float32),
+        compare.loss_error(entry.losses, reference.losses, dtype, in_float32[0]),
+        compare.gradient_error(entry.gradients, reference.gradients, dtype, in_float32[1]),
     )
     return {
         "error": "; ".join(filter(None, wrong)) or None,

@@ -138,6 +138,10 @@ def test_a_loss_that_is_off_or_not_finite_is_named() -> None:
     assert compare.loss_error([1.0, 2.0], [1.0, 2.0], torch.float32) is None
     assert "at step 1" in str(compare.loss_error([1.0, 2.01], [1.0, 2.0], torch.float32))
     assert "nan" in str(compare.loss_error([math.nan], [1.0], torch.float32))
+    assert "at step 1" in str(compare.loss_error([1.0, 2.3], [1.0, 2.0], torch.bfloat16))
+    assert compare.loss_error([1.0, 2.3, 1.3], [1.0, 2.0, 1.0], torch.bfloat16, [1.0, 2.1, 1.0]) is None
+    assert "at step 0" in str(compare.loss_error([1.3, 2.3], [1.0, 2.0], torch.bfloat16, [1.0, 2.2]))
+    assert "nan" in str(compare.loss_error([1.0, 2.0, math.nan], [1.0, 2.0, 1.0], torch.bfloat16, [1.0, 2.1, 1.0]))
 
 
 def test_a_process_that_dies_or_hangs_is_an_error() -> None:
