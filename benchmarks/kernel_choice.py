@@ -235,6 +235,12 @@ def steps(n: int) -> Iterator[Case]:
             yield aten.cholesky_solve.default, (right, factors), {}
 
 
+def casts(n: int) -> Iterator[Case]:
+    """Casts of `n` elements to other dtypes of floating point."""
+    for dtype in {torch.float32, torch.bfloat16, torch.float16, torch.float64} - {torch.get_default_dtype()}:
+        yield aten._to_copy.default, (rand(n),), {"dtype": dtype}
+
+
 KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
     "products": products,
@@ -246,6 +252,7 @@ KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "convolutions": convolutions,
     "attentions": attentions,
     "steps": steps,
+    "casts": casts,
 }
 
 
@@ -341,6 +348,12 @@ def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float],
     return table
 
 
+def _judged(name: str) -> bool:
+    """Whether a rule in lowering/kernel_choice.py decides, and not the table."""
+    steps = {str(target) for target in kernel_choice.IN_STEPS}
+    return "attention" in name or name in steps or ("convolution" in name and "dense" in name and name.endswith("in bfloat16"))
+
+
 def _written(table: dict[str, tuple[tuple[int, int, float], ...]]) -> str:
     lines = [f'    "{name}": ({" ".join(f"{one}," for one in found)}),' for name, found in table.items()]
     head = TABLE.read_text().partition("FASTER_IN_PYTORCH")[0]
@@ -368,8 +381,7 @@ def main() -> None:
                 ort = "     no kernel" if timing.ort is None else f"{timing.ort * 1e6:11.0f} us"
                 ratio = "" if timing.ort is None else f"{timing.ort / timing.pytorch:6.2f}"
                 console.print(f"{timing.name:56} {timing.size:9} ORT {ort}  PyTorch {timing.pytorch * 1e6:9.0f} us {ratio}", highlight=False)
-    judged = {str(target) for target in kernel_choice.IN_STEPS}  # by rules in lowering/kernel_choice.py, as attention is
-    table = ranges([timing for timing in timings if "attention" not in timing.name and timing.name not in judged])
+    table = ranges([timing for timing in timings if not _judged(timing.name)])
     measured = {timing.name for timing in timings}
     table.update((name, found) for name, found in kernel_choice.FASTER_IN_PYTORCH.items() if name not in measured)
     print(_written(table))

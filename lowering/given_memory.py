@@ -41,6 +41,8 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
         return dense_products.as_eager_into
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor) or result.is_complex():
         return None
+    if target is aten._to_copy.default and result.device.type == "cpu":
+        return functools.partial(_cast_into, result.dtype)
     if torch.Tag.nondeterministic_seeded in target.tags or (torch.Tag.pointwise not in target.tags and target not in _LIKE_TENSOR):
         return None  # draws fill memory in the order of eager's tensor
     if target is aten.relu.default:  # whose own variant copies
@@ -61,6 +63,10 @@ def _variant(target: Any) -> tuple[Any, str] | None:
         if len(results) == 1 and others == wanted and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU"):
             return overload, results[0]
     return None
+
+
+def _cast_into(wanted: torch.dtype, empty: Empty, tensor: Tensor, **_: Any) -> Tensor:
+    return empty(tensor.shape, wanted).copy_(tensor)
 
 
 def _relu_into(tensor: Tensor, out: Tensor) -> Tensor:

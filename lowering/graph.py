@@ -17,6 +17,7 @@ from ort_backend.lowering import dense_products, onednn, registry, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
+from ort_backend.lowering.casts import give_casts_away
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier
@@ -203,6 +204,9 @@ class GraphLowering:
                 del self.graph.initializers[name]
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
+        casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
+        self.python_calls += casts
+        self.outside += outside
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")

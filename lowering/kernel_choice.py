@@ -59,8 +59,14 @@ _FAR_LARGER = 65536
 # What oneDNN has kernels in bfloat16 for, where the processor has instructions.
 _PRODUCTS = {aten.convolution.default, aten.convolution_backward.default, aten.bmm.default}
 
-# Elements of the largest tensors that were measured; what holds for them holds beyond (at twice as many the ratios are the same).
-_LARGEST = 1 << 24
+# Elements of the largest tensors that were measured, or a little less; what holds for them holds beyond (at twice as many the ratios are the same).
+_LARGEST = 15_000_000
+
+# Multiplications from which on oneDNN's dense convolutions in bfloat16, and their gradients, are faster than ONNX Runtime's between casts, whatever
+# their shape: 32 shapes of images took 1.1 to 2.9 times oneDNN's time from there on, apart from some gradients of 1 x 1, patches and transposed ones
+# (0.85 to 0.9), below 0.1 to 1.4 (AMD EPYC of family 26).
+_MANY = 2e7
+_ONEDNN_BFLOAT16 = 1.6  # the median
 
 _IN_TABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -115,6 +121,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "the sizes of the groups are on the device" if _is_grouped(node) else None
     if target.kernels == "pytorch":
         return "asked for"
+    if node.target is aten._to_copy.default:
+        return None  # chosen in the finished graph, which has more of them (`casts`)
     if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
         return _long_attention(node)
     if node.target in _TRANSFORMS:
@@ -134,8 +142,19 @@ def _measured_ratio(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTar
     """ONNX Runtime's time over PyTorch's, where the table has PyTorch's kernel as the faster one."""
     if dtype is torch.bfloat16 and node.target in _PRODUCTS and not target.bfloat16_products:
         return None
-    known = FASTER_IN_PYTORCH.get(table_key(node, dtype), ())
+    if dtype is torch.bfloat16 and (multiplications := _dense_multiplications(node)) is not None:
+        return _ONEDNN_BFLOAT16 if multiplications >= _MANY else None
+    return _ratio(table_key(node, dtype), size)
+
+
+def _ratio(key: str, size: int) -> float | None:
+    known = FASTER_IN_PYTORCH.get(key, ())
     return next((ratio for low, high, ratio in known if low <= size and (size <= high or high >= _LARGEST)), None)
+
+
+def faster_cast(source: torch.dtype, wanted: torch.dtype, size: int) -> float | None:
+    """ONNX Runtime's time over PyTorch's for a cast of `size` elements from one dtype to another, where PyTorch's kernel is the faster one."""
+    return _ratio(_key(f"{aten._to_copy.default} to {_name(wanted)}", source), size)
 
 
 def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
@@ -318,7 +337,24 @@ def operator_class(node: fx.Node) -> str:
         return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name
     if node.target is aten.div.Tensor_mode:
         return f"{name} {node.kwargs.get('rounding_mode')}"
+    if node.target is aten._to_copy.default:
+        return f"{name} to {_name(node.meta['val'].dtype)}"
     return name
+
+
+def _dense_multiplications(node: fx.Node) -> int | None:
+    """Multiplications of a convolution of images without groups, in one of three products if it is a backward; None for any other node."""
+    args: Any = node.args
+    if node.target is aten.convolution.default:
+        image, weight, transposed, groups, result = args[0], args[1], args[6], args[8], node
+    elif node.target is aten.convolution_backward.default:
+        result, image, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
+    else:
+        return None
+    if groups != 1:
+        return None
+    pixels = (image if transposed else result).meta["val"].shape
+    return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *weight.meta["val"].shape))
 
 
 def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
@@ -343,7 +379,15 @@ def _measured_size(kind: str, *sizes: int) -> str:
 
 def table_key(node: fx.Node, dtype: torch.dtype) -> str:
     """Under which the table has an operator: its class, and behind it another dtype than float32."""
-    return operator_class(node) + ("" if dtype is torch.float32 else f" in {str(dtype).removeprefix('torch.')}")
+    return _key(operator_class(node), dtype)
+
+
+def _key(name: str, dtype: torch.dtype) -> str:
+    return name + ("" if dtype is torch.float32 else f" in {_name(dtype)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:

@@ -13,7 +13,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering import dense_products, kernel_choice
 from ort_backend.runtime import capabilities
 
 TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
@@ -82,6 +82,34 @@ def test_classes_of_convolutions(layer: nn.Module, shape: tuple[int, ...], expec
     graph = trace(step, [torch.randn(shape, requires_grad=True), *parameters]).graph
     classes = [kernel_choice.operator_class(node) for node in graph.nodes if "convolution" in str(node.target)]
     assert classes == [f"aten.convolution.default {expected}", f"aten.convolution_backward.default {expected}"]
+
+
+@single_session
+@pytest.mark.parametrize(
+    "layer, shape, chosen",
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), (1, 64, 32, 32), True),  # 38 million multiplications
+        (nn.Conv2d(64, 64, 3, padding=1), (1, 64, 16, 16), False),  # 9 million
+        (nn.Conv2d(64, 128, 1, stride=2), (4, 64, 64, 64), True),
+        (nn.ConvTranspose2d(64, 64, 2, stride=2), (2, 64, 32, 32), True),
+        (nn.Conv2d(128, 128, 3, padding=1, groups=2), (4, 128, 32, 32), False),
+    ],
+    ids=str,
+)
+def test_dense_convolutions_in_bfloat16(layer: nn.Module, shape: tuple[int, ...], chosen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "FASTER_IN_PYTORCH", {})
+    monkeypatch.setattr(dense_products, "processor_multiplies_bfloat16", lambda: True)
+    torch._dynamo.reset()
+    x = torch.randn(shape, requires_grad=True)
+    results = []
+    for call in (layer, torch.compile(layer, backend="ort_training", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(x).float()
+        results.append([y.detach(), *torch.autograd.grad(y.square().mean(), [x, *layer.parameters()])])
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert (found - wanted).norm() <= 2e-2 * wanted.norm()
+    found = [one.operator for one in ort_backend.report().graphs[-1].outside]
+    assert found == (["aten::convolution", "aten::convolution_backward"] if chosen else [])
 
 
 @single_session
