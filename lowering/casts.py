@@ -23,14 +23,14 @@ from ort_backend.target import OrtTarget
 _TITLE = "aten::_to_copy"
 
 
-def give_casts_away(op: Any, graph: ir.Graph, target: OrtTarget, hints: Mapping[str, int]) -> tuple[list[PythonCall], list[Outside]]:
+def give_casts_away(op: Any, graph: ir.Graph, target: OrtTarget, hints: Mapping[str, int | None]) -> tuple[list[PythonCall], list[Outside]]:
     """Replaces, in place, each `Cast` that PyTorch's kernel is faster at by a `PythonOp`; those of one value to one dtype by one.
 
     Args:
         op: The builder of the graph.
         graph: The finished graph.
         target: The ONNX Runtime that it is for.
-        hints: The examples of symbolic sizes, by name.
+        hints: The examples of symbolic sizes, by name; None where a size follows from values.
 
     Returns:
         The callables to register, and what to say of them in the report.
@@ -76,11 +76,11 @@ def _name(node: ir.Node, name: str) -> None:
         value.name = f"{name}_{i}"
 
 
-def _gain(source: ir.Value, result: ir.Value, hints: Mapping[str, int]) -> float | None:
+def _gain(source: ir.Value, result: ir.Value, hints: Mapping[str, int | None]) -> float | None:
     shape = source.shape if source.shape is not None else result.shape
     if source.dtype is None or result.dtype is None or shape is None:
         return None
-    sizes = [size if isinstance(size, int) else hints.get(size.value or "", 0) for size in shape]
+    sizes = [size if isinstance(size, int) else hints.get(size.value or "") or 0 for size in shape]
     return faster_cast(to_torch(source.dtype), to_torch(result.dtype), math.prod(sizes))
 
 

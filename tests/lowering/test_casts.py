@@ -56,6 +56,12 @@ def test_symbolic_sizes_count_as_their_example(elements: int, chosen: int) -> No
     assert _casts(lambda x: x.bfloat16(), torch.randn(elements, 512), dynamic=True) == chosen
 
 
+def test_sizes_that_follow_from_values() -> None:
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        x = torch.randn(1024, 512)
+        assert _casts(lambda x, mask: x[mask].bfloat16(), x, x[:, 0] > 0) == 0
+
+
 @pytest.mark.parametrize("options", [{"kernels": "onnxruntime"}, {"strict": True}])
 def test_onnx_runtime_only(options: dict[str, Any]) -> None:
     assert _casts(lambda x: -x.bfloat16(), torch.randn(LARGE), options=options) == 0
