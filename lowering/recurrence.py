@@ -8,6 +8,7 @@ Gates are in PyTorch's order: i, f, g, o of an LSTM; r, z, n of a GRU. `reverse`
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -53,6 +54,12 @@ def _weight_gradient(dgates: Tensor, before: Tensor) -> Tensor:
     return dgates.flatten(0, 1).t() @ before.flatten(0, 1)
 
 
+def _in_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """In the widest of their dtypes, as the lowerings compute: under autocast the gates' inputs come in half precision, states and weights do not."""
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(dtype) for tensor in tensors]
+
+
 # -- LSTM
 
 
@@ -69,7 +76,7 @@ def _(dy: Tensor, dc: Tensor, c0: Tensor, w_hh: Tensor, *saved: Any) -> tuple[Te
 @torch.library.impl(_library, "lstm_steps", "CompositeExplicitAutograd")
 def _lstm(gx: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, reverse: bool) -> tuple[Tensor, ...]:
     made = tuple(gx.new_empty(gx.shape[0], *h0.shape) for _ in range(6))
-    h, c = h0, c0
+    gx, h, c, w_hh = _in_one_dtype(gx, h0, c0, w_hh)
     for t in _order(len(gx), reverse):
         i, f, g, o = (gx[t] + h @ w_hh.t()).chunk(4, -1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
@@ -84,13 +91,14 @@ def _lstm(gx: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, reverse: bool) -> tu
 def _lstm_backward(
     dy: Tensor, dc: Tensor, c0: Tensor, w_hh: Tensor, cells: Tensor, i: Tensor, f: Tensor, g: Tensor, o: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    dgates, state = dy.new_empty(*dy.shape[:2], w_hh.shape[0]), c0.dtype
+    dy, dc, c0, w_hh, cells, i, f, g, o = _in_one_dtype(dy, dc, c0, w_hh, cells, i, f, g, o)
     before, bent = previous(cells, c0, reverse), cells.tanh()
-    dgates = dy.new_empty(*dy.shape[:2], w_hh.shape[0])
     dh_next = torch.zeros_like(c0)
     for t in _order(len(dy), not reverse):
         dh = dh_next + dy[t]
         dc = dc + dh * o[t] * (1 - bent[t] ** 2)
-        dgates[t] = torch.cat(
+        of_step = torch.cat(
             [
                 dc * g[t] * i[t] * (1 - i[t]),
                 dc * before[t] * f[t] * (1 - f[t]),
@@ -99,8 +107,9 @@ def _lstm_backward(
             ],
             -1,
         )
-        dh_next, dc = dgates[t] @ w_hh, dc * f[t]
-    return dgates, dh_next, dc.clone()
+        dgates[t] = of_step
+        dh_next, dc = of_step @ w_hh, dc * f[t]
+    return dgates, dh_next.to(state), dc.to(state, copy=True)
 
 
 def _save_lstm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -135,7 +144,8 @@ def _(dy: Tensor, h0: Tensor, w_hh: Tensor, *saved: Any) -> tuple[Tensor, ...]:
 @torch.library.impl(_library, "gru_steps", "CompositeExplicitAutograd")
 def _gru(gx: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, reverse: bool) -> tuple[Tensor, ...]:
     made = tuple(gx.new_empty(gx.shape[0], *h0.shape) for _ in range(5))
-    h = h0
+    gx, h, w_hh = _in_one_dtype(gx, h0, w_hh)
+    b_hh = b_hh if b_hh is None else b_hh.to(w_hh.dtype)
     for t in _order(len(gx), reverse):
         xr, xz, xn = gx[t].chunk(3, -1)
         hr, hz, q = torch.nn.functional.linear(h, w_hh, b_hh).chunk(3, -1)
@@ -151,6 +161,8 @@ def _gru(gx: Tensor, h0: Tensor, w_hh: Tensor, b_hh: Tensor | None, reverse: boo
 def _gru_backward(
     dy: Tensor, h0: Tensor, w_hh: Tensor, y: Tensor, r: Tensor, z: Tensor, n: Tensor, q: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gates, state = dy.dtype, h0.dtype
+    dy, h0, w_hh, y, r, z, n, q = _in_one_dtype(dy, h0, w_hh, y, r, z, n, q)
     new = (1 - z) * (1 - n * n)
     of_reset, of_update = new * q * r * (1 - r), (previous(y, h0, reverse) - n) * z * (1 - z)
     dh_all, dh_next = torch.empty_like(y), torch.zeros_like(h0)
@@ -158,7 +170,7 @@ def _gru_backward(
         dh = dh_all[t] = dh_next + dy[t]
         dh_next = torch.cat([dh * of_reset[t], dh * of_update[t], dh * new[t] * r[t]], -1) @ w_hh + dh * z[t]
     reset, update, dn = dh_all * of_reset, dh_all * of_update, dh_all * new
-    return torch.cat([reset, update, dn], -1), torch.cat([reset, update, dn * r], -1), dh_next
+    return torch.cat([reset, update, dn], -1).to(gates), torch.cat([reset, update, dn * r], -1).to(gates), dh_next.to(state)
 
 
 def _save_gru(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -192,7 +204,8 @@ def _(dy: Tensor, w_hh: Tensor, y: Tensor, relu: bool, reverse: bool) -> tuple[T
 
 @torch.library.impl(_library, "rnn_steps", "CompositeExplicitAutograd")
 def _rnn(gx: Tensor, h0: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> Tensor:
-    y, h = gx.new_empty(gx.shape[0], *h0.shape), h0
+    y = gx.new_empty(gx.shape[0], *h0.shape)
+    gx, h, w_hh = _in_one_dtype(gx, h0, w_hh)
     for t in _order(len(gx), reverse):
         sum_ = gx[t] + h @ w_hh.t()
         h = y[t] = sum_.relu() if relu else sum_.tanh()
@@ -201,12 +214,14 @@ def _rnn(gx: Tensor, h0: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> Ten
 
 @torch.library.impl(_library, "rnn_steps_backward", "CompositeExplicitAutograd")
 def _rnn_backward(dy: Tensor, w_hh: Tensor, y: Tensor, relu: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    dgates = torch.empty_like(y)
+    dy, w_hh, y = _in_one_dtype(dy, w_hh, y)
     slope = (y > 0).to(y.dtype) if relu else 1 - y * y
-    dgates, dh_next = torch.empty_like(y), torch.zeros_like(y[0])
+    dh_next = torch.zeros_like(y[0])
     for t in _order(len(dy), not reverse):
-        dgates[t] = (dh_next + dy[t]) * slope[t]
-        dh_next = dgates[t] @ w_hh
-    return dgates, dh_next
+        dgates[t] = of_step = (dh_next + dy[t]) * slope[t]
+        dh_next = of_step @ w_hh
+    return dgates, dh_next.to(dgates.dtype)
 
 
 def _save_rnn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
