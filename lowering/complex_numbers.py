@@ -53,7 +53,8 @@ class Complex:
 
     def map(self, function: Callable[[ir.Value], ir.Value]) -> Complex:
         """A function of real tensors that is linear, applied to both parts."""
-        return Complex(function(self.real), function(self.imag), self.is_real)
+        real, imag = function(self.real), function(self.imag)
+        return self if real is self.real and imag is self.imag else Complex(real, imag, self.is_real)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,9 @@ _LARGEST = 15_000_000
 _MANY = 2e7
 _ONEDNN_BFLOAT16 = 1.6  # the median
 
+# Complex numbers from which on a product that takes and gives pairs is PyTorch's.
+_PAIRS = 4096
+
 _IN_TABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # For a GPU. ONNX Runtime has no backward of such kernels.
@@ -129,6 +132,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return _large_transform(node)
     if is_volume_convolution(node):
         return "oneDNN's convolutions of volumes are faster, and ONNX Runtime has no kernel for their gradients"
+    if _multiplies_pairs(node):
+        return "PyTorch's kernel takes pairs of real and imaginary parts as they lie in memory"
     if (found := size_of(node)) is None:
         return None
     size, dtype = found
@@ -205,6 +210,23 @@ def is_volume_convolution(node: fx.Node) -> bool:
 
 def _is_grouped(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
+
+
+def _multiplies_pairs(node: fx.Node) -> bool:
+    """Whether a product of complex tensors comes from pairs of real numbers and becomes pairs again, as in rotary embeddings.
+
+    In ONNX Runtime real and imaginary parts are taken apart and put together again, two numbers a copy: five times as long.
+    """
+    if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) and _is_complex(one) for one in node.args):
+        return False
+    larger: Any = max(node.args, key=lambda one: _elements(one.meta["val"]) or 0)  # type: ignore[union-attr]
+    is_pairs = larger.op == "placeholder" or larger.target is aten.view_as_complex.default
+    becomes_pairs = all(user.op == "output" or user.target is aten.view_as_real.default for user in node.users)
+    return is_pairs and becomes_pairs and (_elements(larger.meta["val"]) or 0) >= _PAIRS
+
+
+def _is_complex(node: fx.Node) -> bool:
+    return isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex()
 
 
 def _long_attention(node: fx.Node) -> str | None:

@@ -151,6 +151,7 @@ _PICTURE = torch.rand(2, 3, 8, 8)
         (aten.add.Tensor, (_X, _X[0])),
         (aten.add.Tensor, (_X.bfloat16(), _X)),
         (aten.mul.Tensor, (_X[:, :1], _X[0])),
+        (aten.mul.Tensor, (torch.complex(_X, -_X), torch.complex(-_X[0], _X[0]))),
         (aten.div.Tensor, (torch.arange(4), torch.tensor(3))),
         (aten.where.self, (_X > 0.5, _X, torch.tensor(0.0))),
         (aten.clamp.default, (_X, 0.2, 0.5)),

@@ -208,6 +208,39 @@ def test_small_matrices_are_factored_by_a_scan(side: int, chosen: bool, dtype: t
     )
 
 
+def _rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """A rotary embedding, as Llama's reference code has it."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2) * 2
+
+
+@single_session
+@pytest.mark.parametrize("length, options, chosen", [(64, {}, True), (63, {}, False), (64, {"kernels": "onnxruntime"}, False)])
+def test_products_of_complex_pairs(length: int, options: dict[str, Any], chosen: bool) -> None:
+    torch._dynamo.reset()
+    x, angles = torch.randn(length, 4, 32, requires_grad=True), torch.randn(length, 16)
+    results = []
+    for call in (_rotate, torch.compile(_rotate, backend="ort_training", fullgraph=True, options=options)):
+        y = call(x, angles)
+        results.append([y.detach(), *torch.autograd.grad(y.sin().sum(), x)])
+    torch.testing.assert_close(results[1], results[0])
+    found = {one.operator: one.count for one in ort_backend.report().graphs[-1].outside}
+    assert found == ({"aten::mul.Tensor": 2} if chosen else {})
+
+
+@single_session
+def test_products_that_stay_complex_are_onnx_runtimes() -> None:
+    torch._dynamo.reset()
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        product = torch.view_as_complex(x) * torch.view_as_complex(y)
+        return torch.view_as_real(product).sum() + product.abs().sum()
+
+    x, y = torch.randn(64, 128, 2), torch.randn(64, 128, 2)
+    torch.testing.assert_close(torch.compile(function, backend="ort_training")(x, y), function(x, y))
+    assert "aten::mul.Tensor" not in {one.operator for one in ort_backend.report().graphs[-1].outside}
+
+
 @single_session
 @pytest.mark.parametrize("options", [{"kernels": "onnxruntime"}, {"strict": True}, {}])
 def test_running_extremes_are_pytorchs_where_it_may_choose(options: dict[str, Any]) -> None:
