@@ -12,7 +12,7 @@ WORKERS ?= 2
 ARGS ?=
 # What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo at one size.
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
-	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py \
+	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py \
 	--ignore=tests/ops/test_opinfo.py
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
 from ort_backend.lowering.later import BEHIND
@@ -17,11 +18,20 @@ aten = torch.ops.aten
 
 Values = list[Any]
 
+
+def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) -> Any:
+    """The kernel is silently wrong where the two lie in memory in different orders, as in no trace but where a session has made one of them."""
+    order = suggest_memory_format(x)
+    gradient, x = gradient.contiguous(memory_format=order), x.contiguous(memory_format=order)
+    return aten.native_group_norm_backward.default(gradient, x, *others)
+
+
 _REPLACED = {
     # A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     BEHIND: lambda x, gradient: x,  # PyTorch's steps are in order; and what reads a plan from the cache may not know the operator
+    aten.native_group_norm_backward.default: _group_norm_backward,
     FORWARD: run_forward,
     **IMPLEMENTATIONS,
 }

@@ -87,3 +87,48 @@ def test_fake_values_have_the_dtypes_of_the_kernels() -> None:
             arguments = torch.fx.map_arg(node.args, dict(zip(node.all_input_nodes, real)).__getitem__)
             assert [value.dtype for value in node.target(*arguments)] == found[str(node.target)]
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_running_statistics_in_half_precision(dtype: torch.dtype) -> None:
+    """A whole network in half precision: its buffers are updated in their dtype."""
+    buffers = []
+    for backend in ("eager", "ort_training"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3, stride=2), nn.BatchNorm2d(8)).to(dtype)
+        compiled, x = torch.compile(model, backend=backend, fullgraph=True), torch.randn(8, 16, 64, 64).add(1).to(dtype)
+        for _ in range(2):
+            compiled(x).float().square().sum().backward()
+        buffers.append([one.float() for one in model.buffers()])
+    torch.testing.assert_close(buffers[1], buffers[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_without_a_weight(bias: bool, statistics: bool, training: bool) -> None:
+    if not training and not statistics:
+        pytest.skip("no statistics")
+    x, b = torch.randn(LARGE).bfloat16().requires_grad_(), torch.randn(16) if bias else None
+    results = []
+    for call in (nn.functional.batch_norm, torch.compile(nn.functional.batch_norm, backend="ort_training", fullgraph=True)):
+        torch._dynamo.reset()
+        running = (torch.zeros(16), torch.ones(16)) if statistics else (None, None)
+        y = call(x * 2, *running, None, b, training)
+        results.append([y.float(), *torch.autograd.grad(y.float().sin().sum(), x), *(one for one in running if one is not None)])
+    for found, wanted in zip(results[1], results[0], strict=True):
+        assert (found - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_group_norm_of_channels_last(dtype: torch.dtype) -> None:
+    """PyTorch's kernel of the backward is silently wrong where gradient and input lie in memory in different orders."""
+    torch._dynamo.reset()
+    layer = nn.GroupNorm(2, 8).to(dtype)
+    x = torch.randn(4, 8, 64, 64).to(dtype).to(memory_format=torch.channels_last).requires_grad_()
+    weights = torch.randn(4, 8, 64, 64).to(dtype)
+    results = []
+    for call in (layer, torch.compile(layer, backend="ort_training", fullgraph=True)):
+        results.append(torch.autograd.grad((call(x) * weights).float().sum(), [x, *layer.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=2e-2, atol=2e-2)
