@@ -18,6 +18,8 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]  # as inductor: a third of the time of `torch.empty`
 
+from ort_backend.errors import OrtBackendError
+
 _from_dlpack = torch._C._from_dlpack
 _to_dlpack = torch._C._to_dlpack
 # The dtypes whose memory ONNX Runtime reads as it is.
@@ -146,8 +148,13 @@ def lender(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], tuple[Any, Any]
     if None in types:
         feed = feeder(inputs)
         return lambda args: (feed(args), None)
+    is_checked = False
 
     def lend(args: Sequence[Any]) -> tuple[Any, Any]:
+        nonlocal is_checked
+        if not is_checked:
+            _check_dtypes(inputs, args)
+            is_checked = True
         tensors = []
         for position, convert in plan:
             tensor = args[position]
@@ -161,6 +168,17 @@ def lender(inputs: Sequence[Input]) -> Callable[[Sequence[Any]], tuple[Any, Any]
         return values, tensors
 
     return lend
+
+
+def _check_dtypes(inputs: Sequence[Input], args: Sequence[Any]) -> None:
+    """Addresses tell ONNX Runtime nothing of what lies there: it would read what is not. Once, as no call changes the dtypes of another.
+
+    Raises:
+        OrtBackendError: a tensor has another dtype than the graph.
+    """
+    for one in inputs:
+        if one.dtype is not None and args[one.position].dtype != one.dtype:
+            raise OrtBackendError(f"a tensor of {args[one.position].dtype} came where the graph has one of {one.dtype}: a fake tensor's was wrong")
 
 
 _NOTHING = np.zeros(1)

@@ -344,6 +344,20 @@ def test_values_go_with_their_last_reader() -> None:
     assert len(RESULTS) == 6 and sum(one() is not None for one in RESULTS) == 0
 
 
+@torch.library.custom_op("regions::widened", mutates_args=())
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Returns another dtype than its fake."""
+    return x.double()
+
+
+widened.register_fake(torch.empty_like)
+
+
+def test_a_fake_tensor_of_the_wrong_dtype_is_an_error() -> None:
+    with pytest.raises(ort_backend.OrtBackendError, match=r"tensor of torch.float64 came where the graph has one of torch.float32"):
+        compiled(lambda x: (widened(x.exp()) @ x.t()).softmax(-1) @ x)(torch.randn(256, 256))
+
+
 @pytest.fixture
 def allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The shapes of what is allocated in torch's memory for the outputs of sessions."""
