@@ -76,6 +76,29 @@ def pointwise(n: int) -> Iterator[Case]:
         yield op.Tensor, (x, g), {}
 
 
+def activations(n: int) -> Iterator[Case]:
+    """Rarer activations and losses of each element, and their gradients, on vectors of `n` elements."""
+    x, g, p = rand(n), rand(n), torch.rand(n) * 0.9 + 0.05
+    yield aten.threshold.default, (x, 0.1, 0.2), {}
+    for op in (aten.hardshrink, aten.softshrink, aten.hardtanh, aten.hardsigmoid, aten.sign, aten.sgn):
+        yield op.default, (x,), {}
+    yield aten.hardsigmoid_backward.default, (g, x), {}
+    for op in (aten.hardshrink_backward, aten.softshrink_backward):
+        yield op.default, (g, x, 0.5), {}
+    yield aten.hardtanh_backward.default, (g, x, -1.0, 1.0), {}
+    yield aten.elu_backward.default, (g, 1.0, 1.0, 1.0, False, x), {}
+    yield aten.softplus_backward.default, (g, x, 1.0, 20.0), {}
+    for op in (aten.smooth_l1_loss, aten.huber_loss):
+        yield op.default, (x, g, 0), {}
+    for op in (aten.smooth_l1_loss_backward, aten.huber_loss_backward):
+        yield op.default, (g, x, p, 0, 1.0), {}
+    for op in (aten.addcmul, aten.addcdiv):
+        yield op.default, (x, g, p), {}
+    yield aten.lerp.Scalar, (x, g, 0.3), {}
+    yield aten.masked_fill.Scalar, (x, x > 0, -1.0), {}
+    yield aten.nan_to_num.default, (x,), {}
+
+
 def products(n: int) -> Iterator[Case]:
     """Batches of matrix products with about `n` elements in one of their factors (single products: `kernel_choice.product_by_mkl` and others)."""
     for rows, depth, columns in ((128, 64, 128), (128, 128, 64), (256, 256, 256)):
@@ -243,6 +266,7 @@ def casts(n: int) -> Iterator[Case]:
 
 KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "pointwise": pointwise,
+    "activations": activations,
     "products": products,
     "functions": functions,
     "rows": rows,

@@ -2,6 +2,22 @@
 
 # Operator (and shape class): ranges of size, as (smallest, largest, ONNX Runtime's time over PyTorch's).
 FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
+    "aten.addcdiv.default": ((524288, 16777216, 1.5),),
+    "aten.addcmul.default": ((524288, 16777216, 1.4),),
+    "aten.hardshrink.default": ((131072, 16777216, 6.4),),
+    "aten.hardshrink_backward.default": ((32768, 4194304, 3.6),),
+    "aten.hardsigmoid_backward.default": ((32768, 4194304, 4.2),),
+    "aten.hardtanh_backward.default": ((32768, 4194304, 4.0),),
+    "aten.huber_loss.default": ((131072, 16777216, 4.6),),
+    "aten.lerp.Scalar": ((524288, 16777216, 2.5),),
+    "aten.nan_to_num.default": ((131072, 16777216, 6.9),),
+    "aten.sgn.default": ((32768, 16777216, 7.5),),
+    "aten.sign.default": ((32768, 16777216, 7.3),),
+    "aten.smooth_l1_loss.default": ((131072, 4194304, 5.1),),
+    "aten.softplus_backward.default": ((524288, 4194304, 2.2),),
+    "aten.softshrink.default": ((524288, 16777216, 2.3),),
+    "aten.softshrink_backward.default": ((32768, 4194304, 3.7),),
+    "aten.threshold.default": ((32768, 16777216, 16.9),),
     "aten._to_copy.default to bfloat16 in float16": ((131072, 16777216, 1.6),),
     "aten._to_copy.default to float32 in float16": ((32768, 16777216, 4.7),),
     "aten._to_copy.default to float64 in float16": ((32768, 16777216, 3.0),),
