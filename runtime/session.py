@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import re
 import sys
@@ -40,6 +41,8 @@ ORT_ERRORS = (
     C.ModelLoaded,
     RuntimeError,
 )
+
+_profiles = itertools.count()
 
 # What TensorFloat-32 concerns.
 _PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
@@ -188,6 +191,8 @@ class Session:
     def _made(self) -> ort.InferenceSession:
         provider = (self._config.provider, self._provider_options())
         options = self._config.make_options()
+        if options.enable_profiling:  # ONNX Runtime adds the second, in which other sessions are made as well
+            options.profile_file_prefix += f"_{self.name}_{next(_profiles)}"
         disabled = list(self._program.disabled)
         try:
             # Without fallback: on an error it would make the session again on the CPU, with all optimizers. 1.19 does so all the same.

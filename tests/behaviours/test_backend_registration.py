@@ -113,6 +113,16 @@ def test_session_options_reach_the_session(monkeypatch: pytest.MonkeyPatch) -> N
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"
 
 
+def test_each_session_writes_a_profile_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = _session_options(monkeypatch)
+    options = {"session_options": {"enable_profiling": True, "profile_file_prefix": f"{tmp_path}/profile"}}
+    for layer in (nn.Linear(3, 2), nn.Linear(3, 4)):
+        same_as_eager(layer, call(X), graphs=1, options=options)
+    prefixes = [made.profile_file_prefix for made, _ in seen if made.enable_profiling]
+    assert len(set(prefixes)) == len(prefixes) >= 2
+    assert all(prefix.startswith(f"{tmp_path}/profile_graph_") for prefix in prefixes)
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"), [({"no_such": 1}, "names 'no_such'"), ({"intra_op_num_threads": "many"}, "'intra_op_num_threads'.* cannot be 'many'")]
 )
