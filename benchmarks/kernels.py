@@ -69,11 +69,12 @@ def ort_kernels(workload: Workload, steps: int, dtype: torch.dtype) -> tuple[lis
         whole = trainer.median(steps) * 1e3
         sessions = [found for found in gc.get_objects() if type(found) is onnxruntime.InferenceSession]
         files = {session.end_profiling() for session in sessions} - {""}
-        events = [event for file in files for event in json.loads(Path(file).read_text())]
-    return list(_nodes(events)), whole
+        kernels = [kernel for file in files for kernel in _nodes(json.loads(Path(file).read_text()))]
+    return kernels, whole
 
 
 def _nodes(events: Iterable[dict[str, Any]]) -> Iterator[Kernel]:
+    """Those of one session."""
     runs = collections.defaultdict(list)
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):

@@ -99,4 +99,4 @@ def test_gradients_through_the_table(check: Callable) -> None:
         return out, *pull(out.cos())
 
     lowered = check(attention, *_sample(2, 5, 5)[1:], also=(*_sample(3, 6, 6)[1:],))
-    assert lowered.op_types.count("Softmax") == 2 and "ReduceLogSumExp" not in lowered.op_types
+    assert lowered.op_types.count("Softmax") == 2 and not {"Log", "ReduceMax"} & {*lowered.op_types}
