@@ -23,7 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ort_backend.joint import lower_inference
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering import kernel_choice, operator_class
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
@@ -293,8 +293,8 @@ def measure(case: Case, seconds: float) -> Timing:
     for _, run in itertools.product(range(3), (ort, pytorch)):
         if run is not None:
             times[run] = min(times.get(run, 1e9), _smallest(run, seconds / 6))
-    size, dtype = kernel_choice.size_of(node) or (0, torch.float32)
-    return Timing(kernel_choice.table_key(node, dtype), size, times.get(ort), times[pytorch])
+    size, dtype = operator_class.size_of(node) or (0, torch.float32)
+    return Timing(operator_class.table_key(node, dtype), size, times.get(ort), times[pytorch])
 
 
 def _graph(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, list[torch.Tensor]]:

@@ -18,6 +18,7 @@ from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
+from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, size_of, table_key
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
@@ -35,11 +36,6 @@ _TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.defau
 IN_STEPS = {
     aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0,
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
-}  # fmt: skip
-
-# Operators along one dimension, and which argument says so.
-_ALONG = {
-    aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
 }  # fmt: skip
 
 # Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
@@ -70,8 +66,6 @@ _ONEDNN_BFLOAT16 = 1.6  # the median
 
 # Complex numbers from which on a product that takes and gives pairs is PyTorch's.
 _PAIRS = 4096
-
-_IN_TABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 # For a GPU. ONNX Runtime has no backward of such kernels.
 _FUSED_ATTENTION = {
@@ -147,7 +141,7 @@ def _measured_ratio(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTar
     """ONNX Runtime's time over PyTorch's, where the table has PyTorch's kernel as the faster one."""
     if dtype is torch.bfloat16 and node.target in _PRODUCTS and not target.bfloat16_products:
         return None
-    if dtype is torch.bfloat16 and (multiplications := _dense_multiplications(node)) is not None:
+    if dtype is torch.bfloat16 and (multiplications := dense_multiplications(node)) is not None:
         return _ONEDNN_BFLOAT16 if multiplications >= _MANY else None
     return _ratio(table_key(node, dtype), size)
 
@@ -159,7 +153,7 @@ def _ratio(key: str, size: int) -> float | None:
 
 def faster_cast(source: torch.dtype, wanted: torch.dtype, size: int) -> float | None:
     """ONNX Runtime's time over PyTorch's for a cast of `size` elements from one dtype to another, where PyTorch's kernel is the faster one."""
-    return _ratio(_key(f"{aten._to_copy.default} to {_name(wanted)}", source), size)
+    return _ratio(class_key(f"{aten._to_copy.default} to {dtype_name(wanted)}", source), size)
 
 
 def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
@@ -219,10 +213,10 @@ def _multiplies_pairs(node: fx.Node) -> bool:
     """
     if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) and _is_complex(one) for one in node.args):
         return False
-    larger: Any = max(node.args, key=lambda one: _elements(one.meta["val"]) or 0)  # type: ignore[union-attr]
+    larger: Any = max(node.args, key=lambda one: elements_of(one.meta["val"]) or 0)  # type: ignore[union-attr]
     is_pairs = larger.op == "placeholder" or larger.target is aten.view_as_complex.default
     becomes_pairs = all(user.op == "output" or user.target is aten.view_as_real.default for user in node.users)
-    return is_pairs and becomes_pairs and (_elements(larger.meta["val"]) or 0) >= _PAIRS
+    return is_pairs and becomes_pairs and (elements_of(larger.meta["val"]) or 0) >= _PAIRS
 
 
 def _is_complex(node: fx.Node) -> bool:
@@ -288,10 +282,10 @@ def _large_transform(node: fx.Node) -> str | None:
     length those of few elements. For a symbolic length the matrix is made in every run.
     """
     fakes = [one.meta["val"] for one in (node.args[0], node)]  # type: ignore[union-attr]
-    real = max(fakes, key=lambda fake: _elements(fake) or 0)
+    real = max(fakes, key=lambda fake: elements_of(fake) or 0)
     lengths = [real.shape[d] for d in node.args[1]]  # type: ignore[union-attr]
     longest = max(hint(size) for size in lengths)
-    if longest <= 64 or ((_elements(real) or 0) <= 32768 and (longest <= 256 or all(isinstance(size, int) for size in lengths))):
+    if longest <= 64 or ((elements_of(real) or 0) <= 32768 and (longest <= 256 or all(isinstance(size, int) for size in lengths))):
         return None
     return "PyTorch's transforms are faster at this size"
 
@@ -336,100 +330,3 @@ def product_in_bfloat16(rows: int, depth: int, columns: int) -> bool:
     On a processor with instructions for it, where oneDNN reaches 500 GFLOP/s and ONNX Runtime 190 in float32 (AMD EPYC of family 26).
     """
     return rows * depth * columns >= 4e6
-
-
-def operator_class(node: fx.Node) -> str:
-    """The operator's name, behind it the class of its shapes where these decide: `aten::convolution.default depthwise 3x3`."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return ""
-    name = str(node.target)
-    if node.target is aten.convolution.default:
-        return f"{name} {_convolution(node.args[1], node.args[3], node.args[6], node.args[8])}"
-    if node.target is aten.convolution_backward.default:
-        return f"{name} {_convolution(node.args[2], node.args[4], node.args[7], node.args[9])}"
-    if node.target in (aten.gelu.default, aten.gelu_backward.default):
-        return f"{name} {node.kwargs.get('approximate', 'none')}"
-    if node.target is aten.pow.Tensor_Scalar:
-        return f"{name} {node.args[1]}"
-    if node.target in _ALONG:
-        dim, rank = node.args[_ALONG[node.target]], len(node.meta["val"].shape)
-        return f"{name} rows" if dim in (-1, rank - 1) else name
-    if node.target is aten.flip.default:
-        dims: Any = node.args[1]
-        return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name
-    if node.target is aten.div.Tensor_mode:
-        return f"{name} {node.kwargs.get('rounding_mode')}"
-    if node.target is aten._to_copy.default:
-        return f"{name} to {_name(node.meta['val'].dtype)}"
-    return name
-
-
-def _dense_multiplications(node: fx.Node) -> int | None:
-    """Multiplications of a convolution of images without groups, in one of three products if it is a backward; None for any other node."""
-    args: Any = node.args
-    if node.target is aten.convolution.default:
-        image, weight, transposed, groups, result = args[0], args[1], args[6], args[8], node
-    elif node.target is aten.convolution_backward.default:
-        result, image, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
-    else:
-        return None
-    if groups != 1:
-        return None
-    pixels = (image if transposed else result).meta["val"].shape
-    return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *weight.meta["val"].shape))
-
-
-def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
-    """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
-    shape = weight.meta["val"].shape
-    if transposed or len(shape) not in (3, 4) or not all(isinstance(size, int) for size in shape):
-        return "other"
-    kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
-    strided = "" if all(step == 1 for step in stride) else " strided"
-    channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
-    return f"{kind} {_measured_size(kind, *shape[2:])}{strided}{channels}"
-
-
-def _measured_size(kind: str, *sizes: int) -> str:
-    """The size of a filter, or that of a measured one that stands for it: in one dimension, and where each channel has its own."""
-    if len(sizes) == 1 and sizes[0] > 1:
-        return "3" if sizes[0] < 5 else "31" if kind == "depthwise" and sizes[0] > 15 else "9"
-    if kind == "depthwise" and sizes[0] == sizes[1] > 3:
-        return "3x3" if sizes[0] < 7 else "7x7"
-    return "x".join(map(str, sizes))
-
-
-def table_key(node: fx.Node, dtype: torch.dtype) -> str:
-    """Under which the table has an operator: its class, and behind it another dtype than float32."""
-    return _key(operator_class(node), dtype)
-
-
-def _key(name: str, dtype: torch.dtype) -> str:
-    return name + ("" if dtype is torch.float32 else f" in {_name(dtype)}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:
-    """Elements of the largest tensor among the node's inputs and results, and the dtype of the large ones among its floating point inputs.
-
-    Small ones may have another dtype, as the parameters of a normalization under autocast. A node without any large ones counts as one of float32.
-    None where a size is unknown, and for dtypes that the table does not know.
-    """
-    leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    sizes = [_elements(tensor) for tensor in tensors]
-    if not sizes or None in sizes or any(tensor.is_complex() for tensor in tensors):
-        return None
-    largest = max(size for size in sizes if size is not None)
-    given = [one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
-    dtypes = {one.dtype for one in given if one.is_floating_point() and 16 * (_elements(one) or 0) >= largest}
-    dtype = dtypes.pop() if dtypes else torch.float32
-    return None if dtypes or dtype not in _IN_TABLE else (largest, dtype)
-
-
-def _elements(tensor: torch.Tensor) -> int | None:
-    hints = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
-    return None if None in hints else math.prod(hints)

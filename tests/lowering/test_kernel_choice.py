@@ -13,7 +13,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import dense_products, kernel_choice
+from ort_backend.lowering import dense_products, kernel_choice, operator_class
 from ort_backend.runtime import capabilities
 
 TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
@@ -80,7 +80,7 @@ def test_classes_of_convolutions(layer: nn.Module, shape: tuple[int, ...], expec
         return torch.autograd.grad(torch.func.functional_call(layer, dict(zip(names, parameters)), x).sum(), [x, *parameters])
 
     graph = trace(step, [torch.randn(shape, requires_grad=True), *parameters]).graph
-    classes = [kernel_choice.operator_class(node) for node in graph.nodes if "convolution" in str(node.target)]
+    classes = [operator_class.operator_class(node) for node in graph.nodes if "convolution" in str(node.target)]
     assert classes == [f"aten.convolution.default {expected}", f"aten.convolution_backward.default {expected}"]
 
 
@@ -134,7 +134,7 @@ def test_symbolic_sizes_count_as_their_example(table: None) -> None:
     ],
 )
 def test_classes_of_operators(function: Any, expected: str) -> None:
-    classes = {kernel_choice.operator_class(node) for node in trace(function, [torch.randn(2, 3, 4)]).graph.nodes if node.op == "call_function"}
+    classes = {operator_class.operator_class(node) for node in trace(function, [torch.randn(2, 3, 4)]).graph.nodes if node.op == "call_function"}
     assert expected in classes
 
 

@@ -1,0 +1,120 @@
+"""Classes and sizes of operators: under what the table of measured kernels has them (`kernel_table`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.symbolic import hint
+
+aten = torch.ops.aten
+
+# Operators along one dimension, and which argument says so.
+_ALONG = {
+    aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
+}  # fmt: skip
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def operator_class(node: fx.Node) -> str:
+    """The operator's name, behind it the class of its shapes where these decide: `aten::convolution.default depthwise 3x3`."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    name = str(node.target)
+    if node.target is aten.convolution.default:
+        return f"{name} {_convolution(node.args[1], node.args[3], node.args[6], node.args[8])}"
+    if node.target is aten.convolution_backward.default:
+        return f"{name} {_convolution(node.args[2], node.args[4], node.args[7], node.args[9])}"
+    if node.target in (aten.gelu.default, aten.gelu_backward.default):
+        return f"{name} {node.kwargs.get('approximate', 'none')}"
+    if node.target is aten.pow.Tensor_Scalar:
+        return f"{name} {node.args[1]}"
+    if node.target in _ALONG:
+        dim, rank = node.args[_ALONG[node.target]], len(node.meta["val"].shape)
+        return f"{name} rows" if dim in (-1, rank - 1) else name
+    if node.target is aten.flip.default:
+        dims: Any = node.args[1]
+        return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name
+    if node.target is aten.div.Tensor_mode:
+        return f"{name} {node.kwargs.get('rounding_mode')}"
+    if node.target is aten._to_copy.default:
+        return f"{name} to {dtype_name(node.meta['val'].dtype)}"
+    return name
+
+
+def dense_multiplications(node: fx.Node) -> int | None:
+    """Multiplications of a convolution of images without groups, in one of three products if it is a backward; None for any other node."""
+    args: Any = node.args
+    if node.target is aten.convolution.default:
+        image, weight, transposed, groups, result = args[0], args[1], args[6], args[8], node
+    elif node.target is aten.convolution_backward.default:
+        result, image, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
+    else:
+        return None
+    if groups != 1:
+        return None
+    pixels = (image if transposed else result).meta["val"].shape
+    return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *weight.meta["val"].shape))
+
+
+def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
+    """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
+    shape = weight.meta["val"].shape
+    if transposed or len(shape) not in (3, 4) or not all(isinstance(size, int) for size in shape):
+        return "other"
+    kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
+    strided = "" if all(step == 1 for step in stride) else " strided"
+    channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
+    return f"{kind} {_measured_size(kind, *shape[2:])}{strided}{channels}"
+
+
+def _measured_size(kind: str, *sizes: int) -> str:
+    """The size of a filter, or that of a measured one that stands for it: in one dimension, and where each channel has its own."""
+    if len(sizes) == 1 and sizes[0] > 1:
+        return "3" if sizes[0] < 5 else "31" if kind == "depthwise" and sizes[0] > 15 else "9"
+    if kind == "depthwise" and sizes[0] == sizes[1] > 3:
+        return "3x3" if sizes[0] < 7 else "7x7"
+    return "x".join(map(str, sizes))
+
+
+def table_key(node: fx.Node, dtype: torch.dtype) -> str:
+    """Under which the table has an operator: its class, and behind it another dtype than float32."""
+    return class_key(operator_class(node), dtype)
+
+
+def class_key(name: str, dtype: torch.dtype) -> str:
+    """The key of a class of operators in the table."""
+    return name + ("" if dtype is torch.float32 else f" in {dtype_name(dtype)}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:
+    """Elements of the largest tensor among the node's inputs and results, and the dtype of the large ones among its floating point inputs.
+
+    Small ones may have another dtype, as the parameters of a normalization under autocast. A node without any large ones counts as one of float32.
+    None where a size is unknown, and for dtypes that the table does not know.
+    """
+    leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sizes = [elements_of(tensor) for tensor in tensors]
+    if not sizes or None in sizes or any(tensor.is_complex() for tensor in tensors):
+        return None
+    largest = max(size for size in sizes if size is not None)
+    given = [one.meta["val"] for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
+    dtypes = {one.dtype for one in given if one.is_floating_point() and 16 * (elements_of(one) or 0) >= largest}
+    dtype = dtypes.pop() if dtypes else torch.float32
+    return None if dtypes or dtype not in _DTYPES else (largest, dtype)
+
+
+def elements_of(tensor: torch.Tensor) -> int | None:
+    """Elements of a tensor, of the example where its sizes are symbolic; None where they follow from values."""
+    hints = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
+    return None if None in hints else math.prod(hints)
