@@ -21,6 +21,9 @@ from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
 
+# Elements of a window from which on it is meant to cover a plane whatever its size, with `ceil_mode`: EfficientNet of transformers has 1280 x 1280.
+_COVERS_PLANES = 4096
+
 
 def _per_dim(sizes: Sequence[int], spatial: int) -> list[int]:
     return [int(size) for size in sizes] if len(sizes) == spatial else [int(sizes[0])] * spatial
@@ -41,10 +44,14 @@ def _window(tensor: ir.Value, spatial: int, kernel_size: Any, stride: Any, paddi
         return window
     sizes = _static(tensor, spatial)
     if sizes is None:
+        if math.prod(kernel) >= _COVERS_PLANES:  # planes would be padded to that
+            raise Unsupported("a large window over planes of unknown sizes, with ceil_mode")
         # ONNX has the same windows where none of them can start in the padding behind.
         if all(s + p <= d * (k - 1) + 1 for s, p, d, k in zip(strides, pads, dilations, kernel)):
             return {**window, "ceil_mode": 1}
         raise Unsupported("ceil_mode with sizes that are not known")
+    # What of a window lies beyond the padding holds nothing, and counts for nothing.
+    kernel = window["kernel_shape"] = [min(k, (size + 2 * p - 1) // d + 1) for size, k, p, d in zip(sizes, kernel, pads, dilations)]
     spans = [size + 2 * p - d * (k - 1) - 1 for size, k, p, d in zip(sizes, kernel, pads, dilations)]
     starts = [math.ceil(span / s) * s for span, s in zip(spans, strides)]
     inside = [start < size + p for start, size, p in zip(starts, sizes, pads)]  # PyTorch drops a window that starts in the padding behind

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import randn
 
+import ort_backend
+
 aten = torch.ops.aten
 
 
@@ -133,3 +135,29 @@ def test_adaptive_average_pool(check: Callable, output: list[int]) -> None:
     if output == [1, 1]:
         check(both, randn(2, 3, 9, 9), also=(randn(4, 3, 7, 8),))
     check(both, randn(3, 9, 9))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("include", [True, False])
+def test_a_window_that_is_larger_than_the_plane(check: Callable, padding: int, include: bool) -> None:
+    """As in EfficientNet of transformers: what lies beyond the plane is not computed."""
+    window = ([1280, 1280], [1280, 1280], [padding, padding], True, include)
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = aten.avg_pool2d(x, *window)
+        return [out, aten.avg_pool2d_backward(out.cos(), x, *window, None)]
+
+    lowered = check(both, randn(2, 3, 5, 7))
+    kernels = [value.shape for value in lowered.model.graph.initializers.values() if len(value.shape or ()) == 4]
+    assert all(shape[-1] <= 7 + 2 * padding for shape in kernels)
+    check(_max_both(2, [64, 64], [64, 64], [0, 0], [1, 1], True), randn(2, 3, 5, 7))
+
+
+def test_a_large_window_over_unknown_sizes_is_pytorchs() -> None:
+    x, y = (torch.randn(2, 3, size, size, requires_grad=True) for size in (6, 8))
+    pool = torch.nn.AvgPool2d(64, ceil_mode=True)
+    compiled = torch.compile(pool, backend="ort_training", dynamic=True)
+    for image in (x, y):
+        expected = torch.autograd.grad(pool(image).square().sum(), image)
+        torch.testing.assert_close(torch.autograd.grad(compiled(image).square().sum(), image), expected)
+    assert {one.operator for one in ort_backend.report().graphs[-1].outside} == {"aten::avg_pool2d", "aten::avg_pool2d_backward"}
