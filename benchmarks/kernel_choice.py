@@ -147,6 +147,20 @@ def rows(n: int) -> Iterator[Case]:
     yield aten.embedding_dense_backward.default, (rand(len(labels), 64), labels % (n // 64), n // 64, -1, False), {}
 
 
+def vectors(n: int) -> Iterator[Case]:
+    """Normalizations of batches of vectors, `n` elements in all."""
+    for width in (64, 512):
+        yield from _batch_norms(rand(max(n // width, 2), width))
+
+
+def _batch_norms(x: torch.Tensor) -> Iterator[Case]:
+    channels = x.shape[1]
+    w, b, running = rand(channels), rand(channels), (rand(channels), rand(channels).abs())
+    yield aten._native_batch_norm_legit_functional.default, (x, w, b, *running, True, 0.1, 1e-5), {}
+    _, mean, rstd, *_ = aten._native_batch_norm_legit_functional(x, w, b, *running, True, 0.1, 1e-5)
+    yield aten.native_batch_norm_backward.default, (rand(x.shape), x, w, *running, mean, rstd, True, 1e-5, [True, True, True]), {}
+
+
 def axes(n: int) -> Iterator[Case]:
     """Operators along other dimensions than the last, or that go through it in another order, on `n` elements."""
     x = rand(max(n // 65536, 1), 64, min(n // 64, 1024))
@@ -199,10 +213,7 @@ def images(n: int) -> Iterator[Case]:
     yield aten.native_group_norm.default, (x, w, b, batch, channels, side * side, 8, 1e-5), {}
     _, mean, rstd = aten.native_group_norm(x, w, b, batch, channels, side * side, 8, 1e-5)
     yield aten.native_group_norm_backward.default, (g, x, mean, rstd, w, batch, channels, side * side, 8, [True, True, True]), {}
-    running = (rand(channels), rand(channels).abs())
-    yield aten._native_batch_norm_legit_functional.default, (x, w, b, *running, True, 0.1, 1e-5), {}
-    _, mean, rstd, *_ = aten._native_batch_norm_legit_functional(x, w, b, *running, True, 0.1, 1e-5)
-    yield aten.native_batch_norm_backward.default, (g, x, w, *running, mean, rstd, True, 1e-5, [True, True, True]), {}
+    yield from _batch_norms(x)
     window = ([3, 3], [2, 2], [1, 1])
     pooled, indices = aten.max_pool2d_with_indices(x, *window)
     yield aten.max_pool2d_with_indices.default, (x, *window), {}
@@ -270,6 +281,7 @@ KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "products": products,
     "functions": functions,
     "rows": rows,
+    "vectors": vectors,
     "axes": axes,
     "images": images,
     "signals": signals,

@@ -2,6 +2,12 @@
 
 # Operator (and shape class): ranges of size, as (smallest, largest, ONNX Runtime's time over PyTorch's).
 FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
+    "aten._native_batch_norm_legit_functional.default vectors": ((524288, 4194304, 2.7),),
+    "aten._native_batch_norm_legit_functional.default vectors in bfloat16": ((131072, 16777216, 4.1),),
+    "aten._native_batch_norm_legit_functional.default vectors in float16": ((23170, 16777216, 7.5),),
+    "aten.native_batch_norm_backward.default vectors": ((131072, 4194304, 3.1),),
+    "aten.native_batch_norm_backward.default vectors in bfloat16": ((46340, 16777216, 3.3),),
+    "aten.native_batch_norm_backward.default vectors in float16": ((11585, 16777216, 4.0),),
     "aten.addcdiv.default in bfloat16": ((131072, 16777216, 6.2),),
     "aten.addcdiv.default in float16": ((8192, 16777216, 15.8),),
     "aten.addcmul.default in bfloat16": ((131072, 16777216, 6.4),),

@@ -17,6 +17,13 @@ _ALONG = {
     aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2, aten._log_softmax_backward_data.default: 2,
 }  # fmt: skip
 
+# Normalizations over batches, and which argument is the batch.
+_OF_BATCHES = {
+    aten._native_batch_norm_legit_functional.default: 0,
+    aten._native_batch_norm_legit.no_stats: 0,
+    aten.native_batch_norm_backward.default: 1,
+}
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +43,9 @@ def operator_class(node: fx.Node) -> str:
     if node.target in _ALONG:
         dim, rank = node.args[_ALONG[node.target]], len(node.meta["val"].shape)
         return f"{name} rows" if dim in (-1, rank - 1) else name
+    if node.target in _OF_BATCHES:
+        batch: Any = node.args[_OF_BATCHES[node.target]]
+        return f"{name} vectors" if all(size == 1 for size in batch.meta["val"].shape[2:]) else name
     if node.target is aten.flip.default:
         dims: Any = node.args[1]
         return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name

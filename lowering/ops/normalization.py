@@ -47,6 +47,16 @@ def _refuse_single(sizes: Sequence[Any]) -> None:
         raise Unsupported("the fused kernel does not normalise single elements")
 
 
+# Elements from which on the mean and deviation of a row by ONNX Runtime's LayerNormalization, which adds one number after the other, are off by 1e-5.
+_LONG = 32768
+
+
+def _needs_primitives(input: ir.Value, dims: int) -> bool:
+    """Whether rows, of so many last dimensions, are too precise or too long for LayerNormalization: its mean and deviation are sums in float32."""
+    sizes = [size for size in input.shape[-dims:] if isinstance(size, int)]  # type: ignore[index]
+    return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= _LONG
+
+
 # -- layer norm
 
 
@@ -54,7 +64,7 @@ def _refuse_single(sizes: Sequence[Any]) -> None:
 def native_layer_norm(op, input, normalized_shape, weight, bias, eps):
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""
     dims = len(normalized_shape)
-    if input.dtype == ir.DataType.DOUBLE:  # ONNX's mean and deviation are float32
+    if _needs_primitives(input, dims):
         return _layer_norm(op, input, dims, weight, bias, eps)
     weight = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     inputs = (input, weight) if bias is None else (input, weight, bias)
@@ -142,6 +152,19 @@ def _varies(value: ir.Value) -> bool:
     return False
 
 
+def _are_vectors(input: ir.Value) -> bool:
+    return all(size == 1 for size in input.shape[2:])  # type: ignore[index]
+
+
+def _refuse_vectors(input: ir.Value) -> None:
+    """Leaves batches of vectors to the primitives: the kernels on the CPU go through a plane of each channel at a time, here of one element.
+
+    They take 1.5 (64 x 64) to 10 times as long (784 x 640), and their gradients as well.
+    """
+    if _are_vectors(input):
+        raise Unsupported("the kernels are slow for planes of one element")
+
+
 def _batch_norm_fused(
     op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
@@ -208,7 +231,8 @@ def _updated(
 
 
 def _inference(op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float) -> ir.Value:
-    if input.dtype == ir.DataType.DOUBLE:  # an attribute would round eps to float32
+    # For float64 an attribute would round eps; and see `_refuse_vectors`.
+    if input.dtype == ir.DataType.DOUBLE or _are_vectors(input):
         centred = op.Sub(input, _per_channel(op, running_mean, input))
         return _scaled(op, input, centred, _rsqrt(op, running_var, eps), weight, bias)
     weight, bias = _affine(op, input, weight, bias)
@@ -244,6 +268,7 @@ def native_batch_norm_functional_fused(op, input, weight, bias, running_mean, ru
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
     float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
     """
+    _refuse_vectors(input)
     return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
@@ -281,7 +306,17 @@ def native_batch_norm_no_training(op, input, weight, bias, running_mean, running
     return _inference(op, input, weight, bias, running_mean, running_var, eps), none, none
 
 
-@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",))
+@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",), device="cpu")
+def native_batch_norm_backward_cpu(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
+    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
+    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
+    """
+    _refuse_vectors(input)
+    statistics = (running_mean, running_var, save_mean, save_invstd)
+    return native_batch_norm_backward_fused(op, grad_out, input, weight, *statistics, train, eps, output_mask)
+
+
+@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",), device="cuda")
 def native_batch_norm_backward_fused(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
     Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
@@ -321,7 +356,9 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
 def _grouped(op: Any, tensor: ir.Value, N: Any, group: int) -> ir.Value:
     refuse_empty("groups", tensor)
     grouped = reshape(op, tensor, [N, group, -1])
-    return typed(grouped, tensor.dtype, [tensor.shape[0], group, None])  # type: ignore[index]
+    sizes: Any = tensor.shape[1:]  # type: ignore[index]
+    row = math.prod(sizes) // group if all(isinstance(size, int) for size in sizes) else None
+    return typed(grouped, tensor.dtype, [tensor.shape[0], group, row])  # type: ignore[index]
 
 
 def _ones_behind(op: Any, grouped: ir.Value) -> ir.Value:
@@ -336,7 +373,7 @@ def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
     (Tensor, Tensor, Tensor)
     """
     grouped = _grouped(op, input, N, group)
-    if input.dtype == ir.DataType.DOUBLE:
+    if _needs_primitives(grouped, 1):
         out, mean, rstd = _layer_norm(op, grouped, 1, None, None, eps)
     else:
         out, mean, rstd = op.LayerNormalization(grouped, _ones_behind(op, grouped), axis=-1, epsilon=eps, _outputs=3)
