@@ -80,9 +80,9 @@ def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], 
     if isinstance(step, ir.Value):
         raise Unsupported("a dynamic step")
     # Every element in a cell of its own, `step` wide; the cells in a row are the axis.
-    cells = op.Unsqueeze(grad_output, int64s(op, [at + 1]))
-    cells.shape = ir.Shape([*grad_output.shape[: at + 1], 1, *grad_output.shape[at + 1 :]])  # type: ignore[index]
-    cells = _pad(op, cells, at + 1, 0, step - 1)
+    cells = op.Unsqueeze(grad_output, int64s(op, [0]))
+    cells.shape = ir.Shape([1, *grad_output.shape])  # type: ignore[misc]
+    cells = op.Transpose(_pad(op, cells, 0, 0, step - 1), perm=[*range(1, at + 2), 0, *range(at + 2, rank(cells))])
     width = taken * step if isinstance(taken, int) else op.Mul(taken, step)
     row = op.Reshape(cells, _merged_shape(op, grad_output, at, width), allowzero=1)
     row.shape = ir.Shape([None if i == at else part for i, part in enumerate(grad_output.shape)])  # type: ignore[arg-type]
