@@ -16,7 +16,7 @@ import torch
 from ort_backend.lowering.dtypes import to_torch
 from ort_backend.lowering.kernel_choice import faster_cast, pytorch_may_run
 from ort_backend.lowering.lowered import Outside
-from ort_backend.lowering.provenance import newest
+from ort_backend.lowering.provenance import newest, take_place
 from ort_backend.lowering.python_op import PythonCall, write_python_op
 from ort_backend.target import OrtTarget
 
@@ -39,7 +39,7 @@ def give_casts_away(op: Any, graph: ir.Graph, target: OrtTarget, hints: Mapping[
     outside: list[Outside] = []
     if not target.python_op or not pytorch_may_run(target):
         return calls, outside
-    made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+    made: dict[tuple[ir.Value, ir.DataType | None], ir.Value] = {}
     for node in list(graph):
         if node.op_type == "YieldOp":
             made.clear()  # what the backward casts once more needs no memory until then
@@ -48,32 +48,14 @@ def give_casts_away(op: Any, graph: ir.Graph, target: OrtTarget, hints: Mapping[
         result, key = node.outputs[0], (source, node.outputs[0].dtype)
         if key in made and not result.is_graph_output():
             result.replace_all_uses_with(made[key])
-        else:
-            before = len(graph)
-            replacement, call = _write(op, source, result)
-            nodes = newest(graph, len(graph) - before)
-            graph.remove(nodes)
-            graph.insert_before(node, nodes)
-            for one in nodes:
-                _name(one, f"{call.name}/{one.op_type}")
-                one.metadata_props.update(node.metadata_props)
-            made[source, result.dtype] = replacement  # type: ignore[index]
-            calls.append(call)
-            outside.append(
-                Outside(_TITLE, f"PyTorch's kernel is {ratio:.1f} times as fast at this size", node.metadata_props.get("stack_trace", ""), True)
-            )
-            replacement.shape, name = result.shape, result.name
-            result.replace_all_uses_with(replacement, replace_graph_outputs=True)
-            result.name, replacement.name = None, name
-        graph.remove(node, safe=True)
+            graph.remove(node, safe=True)
+            continue
+        before, where = len(graph), node.metadata_props.get("stack_trace", "")
+        made[key], call = _write(op, source, result)
+        take_place(graph, node, newest(graph, len(graph) - before), made[key], call.name)
+        calls.append(call)
+        outside.append(Outside(_TITLE, f"PyTorch's kernel is {ratio:.1f} times as fast at this size", where, True))
     return calls, outside
-
-
-def _name(node: ir.Node, name: str) -> None:
-    """Gives a node and its results names of their own: the builder counts the nodes of the graph, which become fewer here."""
-    node.name = name
-    for i, value in enumerate(node.outputs):
-        value.name = f"{name}_{i}"
 
 
 def _gain(source: ir.Value, result: ir.Value, hints: Mapping[str, int | None]) -> float | None:

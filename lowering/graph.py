@@ -24,6 +24,7 @@ from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.long_sums import split_long_sums
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
 from ort_backend.lowering.ops.ordering import behind
@@ -34,6 +35,7 @@ from ort_backend.lowering.provenance import Provenance, at, newest, operator_nam
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
+from ort_backend.lowering.single_columns import align_numbers
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.target import OrtTarget
 
@@ -202,6 +204,9 @@ class GraphLowering:
         for name, value in list(self.graph.initializers.items()):
             if value not in used:
                 del self.graph.initializers[name]
+        if self.target.device_type == "cpu":
+            split_long_sums(self.op, self.graph, self._calls.hints)
+            align_numbers(self.op, self.graph, self._calls.hints)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)

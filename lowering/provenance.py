@@ -35,6 +35,33 @@ def newest(graph: ir.Graph, count: int) -> list[ir.Node]:
     return [next(nodes) for _ in range(count)][::-1]
 
 
+def move_before(graph: ir.Graph, node: ir.Node, made: list[ir.Node], name: str) -> None:
+    """Puts nodes that were written behind a finished graph in front of `node`, where they belong.
+
+    They are called after `name`: the builder's names count the nodes of the graph, which become fewer where one takes the place of another.
+    """
+    graph.remove(made)
+    graph.insert_before(node, made)
+    for i, one in enumerate(made):
+        one.name = f"{name}/{one.op_type}_{i}"
+        one.metadata_props.update(node.metadata_props)
+        for j, value in enumerate(one.outputs):
+            value.name = f"{one.name}_{j}"
+
+
+def take_place(graph: ir.Graph, node: ir.Node, made: list[ir.Node], result: ir.Value, name: str) -> None:
+    """Puts nodes that were written behind a finished graph in the place of `node`, which has one result: `result` is their value for it.
+
+    The result keeps its name, the nodes are called after `name` (`move_before`).
+    """
+    move_before(graph, node, made, name)
+    old = node.outputs[0]
+    result.type, result.shape, result.name = old.type, old.shape, old.name
+    old.replace_all_uses_with(result, replace_graph_outputs=True)
+    old.name = None
+    graph.remove(node, safe=True)
+
+
 def user_line(node: fx.Node) -> str:
     """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
     trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
