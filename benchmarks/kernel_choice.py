@@ -186,7 +186,7 @@ def axes(n: int) -> Iterator[Case]:
 def signals(n: int) -> Iterator[Case]:
     """Convolutions of signals with `n` elements in all, and grouped ones of images, and their backwards."""
     many, length = max(8, min(64, n // 2048)), 512
-    for size, stride, groups in ((3, 1, 1), (3, 2, 1), (9, 1, 1), (3, 1, many), (31, 1, many), (3, 1, many // 8)):
+    for size, stride, groups in ((1, 1, 1), (3, 1, 1), (3, 2, 1), (9, 1, 1), (3, 1, many), (31, 1, many), (3, 1, many // 8)):
         for channels in (max(many // 16 * 16, 16), max(17, many - (many % 16 == 0))) if groups == 1 else (many,):
             x, w = rand(max(1, n // (channels * length)), channels, length), rand(channels, channels // groups, size)
             yield from _convolution_cases(x, w, stride, groups)
@@ -229,7 +229,7 @@ def convolutions(n: int) -> Iterator[Case]:
     side = 28
     many = max(8, min(128, n // (4 * side * side)))
     cases = [(7, 1, many, many, many), (3, 1, many, many, many)]
-    for size, stride in ((1, 1), (3, 1), (3, 2), (7, 2)):
+    for size, stride in ((1, 1), (3, 1), (3, 2), (4, 2), (5, 1), (5, 2), (7, 2)):
         blocks, other = max(16, many // 16 * 16), max(17, many - (many % 16 == 0))
         cases += [(size, stride, blocks, blocks, 1), (size, stride, other, other, 1), (size, stride, 3, 64, 1)]
     for size, stride, channels, results, groups in cases:
