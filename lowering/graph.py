@@ -37,6 +37,7 @@ from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.lowering.single_columns import align_numbers
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
+from ort_backend.lowering.transposes import split_transposes
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ class GraphLowering:
         if self.target.device_type == "cpu":
             split_long_sums(self.op, self.graph, self._calls.hints)
             align_numbers(self.op, self.graph, self._calls.hints)
+            split_transposes(self.op, self.graph, self._calls.hints)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
