@@ -18,6 +18,7 @@ from ort_backend.lowering.kernel_choice import faster_cast, pytorch_may_run
 from ort_backend.lowering.lowered import Outside
 from ort_backend.lowering.provenance import newest, take_place
 from ort_backend.lowering.python_op import PythonCall, write_python_op
+from ort_backend.lowering.symbolic import example
 from ort_backend.target import OrtTarget
 
 _TITLE = "aten::_to_copy"
@@ -62,8 +63,7 @@ def _gain(source: ir.Value, result: ir.Value, hints: Mapping[str, int | None]) -
     shape = source.shape if source.shape is not None else result.shape
     if source.dtype is None or result.dtype is None or shape is None:
         return None
-    sizes = [size if isinstance(size, int) else hints.get(size.value or "") or 0 for size in shape]
-    return faster_cast(to_torch(source.dtype), to_torch(result.dtype), math.prod(sizes))
+    return faster_cast(to_torch(source.dtype), to_torch(result.dtype), math.prod(example(size, hints) for size in shape))
 
 
 def _write(op: Any, source: ir.Value, result: ir.Value) -> tuple[ir.Value, PythonCall]:

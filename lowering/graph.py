@@ -48,6 +48,8 @@ aten = torch.ops.aten
 _WAIT = "_c10d_functional::wait_tensor"
 # What a node calls that is not its target.
 _IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS}
+# What the CPU provider has slow or imprecise loops for, written in another form.
+_FOR_FAST_LOOPS = (split_long_sums, align_numbers, split_transposes)
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -206,9 +208,8 @@ class GraphLowering:
             if value not in used:
                 del self.graph.initializers[name]
         if self.target.device_type == "cpu":
-            split_long_sums(self.op, self.graph, self._calls.hints)
-            align_numbers(self.op, self.graph, self._calls.hints)
-            split_transposes(self.op, self.graph, self._calls.hints)
+            for rewrite in _FOR_FAST_LOOPS:
+                rewrite(self.op, self.graph, self._calls.hints)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)

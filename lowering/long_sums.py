@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ort_backend.lowering.constants import int64s
 from ort_backend.lowering.provenance import newest, take_place
-from ort_backend.lowering.symbolic import SymbolicSize
+from ort_backend.lowering.symbolic import SymbolicSize, example
 
 # What the second step is.
 _SECOND = {"ReduceSum": "ReduceSum", "ReduceMean": "ReduceMean", "ReduceSumSquare": "ReduceSum"}
@@ -104,8 +104,7 @@ def _splits(shape: ir.Shape, runs: Sequence[_Run], hints: Mapping[str, int | Non
 
 
 def _split(lead: Sequence[Any], summed: Sequence[Any], tail: Sequence[Any], hints: Mapping[str, int | None]) -> _Split | None:
-    known = functools.partial(_known, hints=hints)
-    length, columns = math.prod(map(known, summed)), math.prod(map(known, tail))
+    length, columns = (math.prod(example(size, hints) for size in sizes) for sizes in (summed, tail))
     if length < (_LONG_ROW if columns == 1 else _LONG_COLUMN):
         return None
     divides = math.prod(map(_factor, summed))
@@ -132,10 +131,6 @@ def _is_known(sizes: Sequence[Any]) -> bool:
 def _size(sizes: Sequence[Any]) -> list[int]:
     """Neighbouring dimensions as one, -1 where it is not known; none of none."""
     return [] if not sizes else [math.prod(sizes) if _is_known(sizes) else -1]
-
-
-def _known(size: Any, hints: Mapping[str, int | None]) -> int:
-    return size if isinstance(size, int) else hints.get(size.value or "") or 0
 
 
 def _factor(size: Any) -> int:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.provenance import move_before, newest
+from ort_backend.lowering.symbolic import example
 
 _BROADCASTING = {
     "Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod",
@@ -49,7 +50,7 @@ def align_numbers(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> 
 
 def _elements(shapes: Sequence[ir.Shape], hints: Mapping[str, int | None]) -> int:
     """Elements of the largest."""
-    return max(math.prod(size if isinstance(size, int) else hints.get(size.value or "") or _MANY for size in shape) for shape in shapes)
+    return max(math.prod(example(size, hints, unknown=_MANY) for size in shape) for shape in shapes)
 
 
 def _of_rank(op: Any, number: Any, rank: int, wanted: int) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -34,6 +34,11 @@ def hint(size: int | torch.SymInt) -> int:
     if not isinstance(size, torch.SymInt):
         return size
     return 1 if size.node.hint is None else size.node.hint
+
+
+def example(size: int | ir.SymbolicDim, hints: Mapping[str, int | None], unknown: int = 0) -> int:
+    """A dimension of an ONNX value, or the example of a symbolic one by its name; `unknown` where there is none."""
+    return size if isinstance(size, int) else hints.get(size.value or "") or unknown
 
 
 def may_be_zero(size: int | torch.SymInt) -> bool:

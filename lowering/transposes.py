@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from ort_backend.lowering.constants import int64s
 from ort_backend.lowering.provenance import newest, take_place
+from ort_backend.lowering.symbolic import example
 
 # Elements from which on two more nodes are worth it.
 _LARGE = 16384
@@ -51,7 +52,7 @@ def split_transposes(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) 
         if node.domain or node.op_type != "Transpose" or (value := node.inputs[0]) is None or value.shape is None:
             continue
         shape: list[Any] = list(value.shape)
-        examples = tuple(size if isinstance(size, int) else max(hints.get(size.value or "") or 0, 2) for size in shape)
+        examples = tuple(size if isinstance(size, int) else max(example(size, hints), 2) for size in shape)
         if sum(not isinstance(size, int) for size in shape) > 1 or math.prod(examples) < _LARGE:
             continue  # a Reshape can find out one size alone
         steps = _steps(examples, tuple(node.attributes["perm"].as_ints()))
