@@ -203,10 +203,6 @@ class GraphLowering:
             is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
             if not is_read and node.op_type not in ("YieldOp", "PythonOp", "PythonOpGrad"):
                 self.graph.remove(node, safe=True)
-        used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
-        for name, value in list(self.graph.initializers.items()):
-            if value not in used:
-                del self.graph.initializers[name]
         if self.target.device_type == "cpu":
             for rewrite in _FOR_FAST_LOOPS:
                 rewrite(self.op, self.graph, self._calls.hints)
@@ -215,6 +211,10 @@ class GraphLowering:
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
         self.python_calls += casts
         self.outside += outside
+        used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
+        for name, value in list(self.graph.initializers.items()):
+            if value not in used:
+                del self.graph.initializers[name]
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")

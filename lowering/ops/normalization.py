@@ -1,4 +1,4 @@
-"""Layer, batch and group normalization, each beside its backward."""
+"""Layer and batch normalization, each beside its backward."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count, refuse_empty
+from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import constant, int64s, scalar_like
-from ort_backend.lowering.microsoft import microsoft, typed
+from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.symbolic import reshape, size_of
+from ort_backend.lowering.symbolic import size_of
 
 aten = torch.ops.aten
 
@@ -25,11 +25,13 @@ def _filled(op: Any, number: float, size: Sequence[int | ir.Value], like: ir.Val
     return constant(op, np.full(list(size), number), like.dtype)  # type: ignore[arg-type]
 
 
-def _sum(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = False) -> ir.Value:
+def sum_over(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = False) -> ir.Value:
+    """The sum over some axes; the tensor itself over none."""
     return op.ReduceSum(tensor, int64s(op, axes), keepdims=int(keepdims)) if axes else tensor
 
 
-def _mean(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = True) -> ir.Value:
+def mean_over(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = True) -> ir.Value:
+    """The mean over some axes."""
     return op.ReduceMean(tensor, int64s(op, axes), keepdims=int(keepdims))
 
 
@@ -37,12 +39,14 @@ def _rsqrt(op: Any, variance: ir.Value, eps: float) -> ir.Value:
     return op.Reciprocal(op.Sqrt(op.Add(variance, scalar_like(op, eps, variance))))
 
 
-def _refuse_double(input: ir.Value) -> None:
+def refuse_double(input: ir.Value) -> None:
+    """Raises Unsupported for float64, for which the fused kernels are not precise enough."""
     if input.dtype == ir.DataType.DOUBLE:
         raise Unsupported("the fused kernels keep their statistics in float32")
 
 
-def _refuse_single(sizes: Sequence[Any]) -> None:
+def refuse_single(sizes: Sequence[Any]) -> None:
+    """Raises Unsupported where the product of the normalized sizes is known to be 1."""
     if all(not isinstance(size, ir.Value) for size in sizes) and math.prod(sizes) == 1:
         raise Unsupported("the fused kernel does not normalise single elements")
 
@@ -51,7 +55,7 @@ def _refuse_single(sizes: Sequence[Any]) -> None:
 _LONG = 32768
 
 
-def _needs_primitives(input: ir.Value, dims: int) -> bool:
+def needs_primitives(input: ir.Value, dims: int) -> bool:
     """Whether rows, of so many last dimensions, are too precise or too long for LayerNormalization: its mean and deviation are sums in float32."""
     sizes = [size for size in input.shape[-dims:] if isinstance(size, int)]  # type: ignore[index]
     return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= _LONG
@@ -64,18 +68,19 @@ def _needs_primitives(input: ir.Value, dims: int) -> bool:
 def native_layer_norm(op, input, normalized_shape, weight, bias, eps):
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""
     dims = len(normalized_shape)
-    if _needs_primitives(input, dims):
-        return _layer_norm(op, input, dims, weight, bias, eps)
+    if needs_primitives(input, dims):
+        return layer_norm_by_primitives(op, input, dims, weight, bias, eps)
     weight = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     inputs = (input, weight) if bias is None else (input, weight, bias)
     return op.LayerNormalization(*inputs, axis=-dims, epsilon=eps, _outputs=3)
 
 
-def _layer_norm(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
+def layer_norm_by_primitives(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
+    """(result, mean, 1 / deviation) of rows of the last `dims` dimensions, the statistics with these dimensions kept."""
     axes = list(range(-dims, 0))
-    mean = _mean(op, input, axes)
+    mean = mean_over(op, input, axes)
     centred = op.Sub(input, mean)
-    rstd = _rsqrt(op, _mean(op, op.Mul(centred, centred), axes), eps)
+    rstd = _rsqrt(op, mean_over(op, op.Mul(centred, centred), axes), eps)
     out = op.Mul(centred, rstd)
     out = out if weight is None else op.Mul(out, weight)
     return [out if bias is None else op.Add(out, bias), mean, rstd]
@@ -86,8 +91,8 @@ def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
     Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
-    _refuse_double(input)
-    _refuse_single(normalized_shape)
+    refuse_double(input)
+    refuse_single(normalized_shape)
     scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
     # The kernel writes all three.
     results = microsoft(op, "LayerNormalizationGrad", grad_out, input, scale, mean, rstd, like=(input, scale, scale), axis=-len(normalized_shape))
@@ -103,10 +108,10 @@ def native_layer_norm_backward(op, grad_out, input, normalized_shape, mean, rstd
     outer = list(range(input.shape.rank() - len(normalized_shape)))
     normal = op.Mul(op.Sub(input, mean), rstd)
     scaled = grad_out if weight is None else op.Mul(grad_out, weight)
-    along = op.Mul(normal, _mean(op, op.Mul(scaled, normal), inner))
-    grad_input = op.Mul(op.Sub(op.Sub(scaled, _mean(op, scaled, inner)), along), rstd)
-    grad_weight = _sum(op, op.Mul(grad_out, normal), outer) if output_mask[1] else None
-    return grad_input if output_mask[0] else None, grad_weight, _sum(op, grad_out, outer) if output_mask[2] else None
+    along = op.Mul(normal, mean_over(op, op.Mul(scaled, normal), inner))
+    grad_input = op.Mul(op.Sub(op.Sub(scaled, mean_over(op, scaled, inner)), along), rstd)
+    grad_weight = sum_over(op, op.Mul(grad_out, normal), outer) if output_mask[1] else None
+    return grad_input if output_mask[0] else None, grad_weight, sum_over(op, grad_out, outer) if output_mask[2] else None
 
 
 # -- batch norm
@@ -119,11 +124,12 @@ def _channels(input: ir.Value) -> int:
     return channels
 
 
-def _other_dims(input: ir.Value) -> list[int]:
+def other_dims(input: ir.Value) -> list[int]:
+    """All dimensions but that of the channels."""
     return [0, *range(2, input.shape.rank())]  # type: ignore[union-attr]
 
 
-def _per_channel(op: Any, vector: ir.Value, like: ir.Value) -> ir.Value:
+def per_channel(op: Any, vector: ir.Value, like: ir.Value) -> ir.Value:
     """A vector over channels in the shape that broadcasts over `like` (N, C, ...)."""
     spatial = like.shape.rank() - 2  # type: ignore[union-attr]
     return op.Unsqueeze(vector, int64s(op, list(range(1, 1 + spatial)))) if spatial else vector
@@ -171,7 +177,7 @@ def _batch_norm_fused(
     """(result, mean, variance, 1 / deviation) of the batch. The variance is biased on the CPU, and unbiased on CUDA, as cuDNN's is (read in
     1.19.2: orttraining/training_ops/cuda/nn/batch_norm_internal.cc).
     """
-    _refuse_double(input)
+    refuse_double(input)
     if not (_varies(running_mean) and _varies(running_var)):
         raise Unsupported("the kernel writes over the running statistics, which are constants")
     weight, bias = _affine(op, input, weight, bias)
@@ -188,10 +194,10 @@ def _batch_norm(
     op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """(result, mean, biased variance, 1 / deviation) of the batch, by primitives: BatchNormalization in training mode has no CUDA kernel."""
-    axes = _other_dims(input)
-    mean = _mean(op, input, axes)
+    axes = other_dims(input)
+    mean = mean_over(op, input, axes)
     centred = op.Sub(input, mean)
-    variance = _mean(op, op.Mul(centred, centred), axes)
+    variance = mean_over(op, op.Mul(centred, centred), axes)
     rstd = _rsqrt(op, variance, eps)
     mean, variance, rstd = (op.Squeeze(value, int64s(op, axes)) for value in (mean, variance, rstd))
     return _scaled(op, input, centred, rstd, weight, bias), mean, variance, rstd
@@ -199,13 +205,13 @@ def _batch_norm(
 
 def _scaled(op: Any, input: ir.Value, centred: ir.Value, rstd: ir.Value, weight: ir.Value | None, bias: ir.Value | None) -> ir.Value:
     """centred rstd weight + bias, the vectors over channels."""
-    out = op.Mul(centred, _per_channel(op, rstd if weight is None else op.Mul(rstd, weight), input))
-    return out if bias is None else op.Add(out, _per_channel(op, bias, input))
+    out = op.Mul(centred, per_channel(op, rstd if weight is None else op.Mul(rstd, weight), input))
+    return out if bias is None else op.Add(out, per_channel(op, bias, input))
 
 
 def _count(op: Any, input: ir.Value) -> float | ir.Value:
     """How many elements each channel has."""
-    sizes = [input.shape[axis] for axis in _other_dims(input)]  # type: ignore[index]
+    sizes = [input.shape[axis] for axis in other_dims(input)]  # type: ignore[index]
     if all(isinstance(size, int) for size in sizes):
         return float(math.prod(sizes))  # type: ignore[arg-type]
     channels = input.shape[1]  # type: ignore[index]
@@ -233,7 +239,7 @@ def _updated(
 def _inference(op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float) -> ir.Value:
     # For float64 an attribute would round eps; and see `_refuse_vectors`.
     if input.dtype == ir.DataType.DOUBLE or _are_vectors(input):
-        centred = op.Sub(input, _per_channel(op, running_mean, input))
+        centred = op.Sub(input, per_channel(op, running_mean, input))
         return _scaled(op, input, centred, _rsqrt(op, running_var, eps), weight, bias)
     weight, bias = _affine(op, input, weight, bias)
     return op.BatchNormalization(input, weight, bias, running_mean, running_var, epsilon=eps)
@@ -333,100 +339,18 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
     """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
     Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
-    axes = _other_dims(input)
+    axes = other_dims(input)
     mean = save_mean if train else running_mean
     invstd = save_invstd if train else _rsqrt(op, running_var, eps)
     grad_weight = grad_input = None
     if output_mask[1] or train:
-        normal = op.Mul(op.Sub(input, _per_channel(op, mean, input)), _per_channel(op, invstd, input))
-        grad_weight = _sum(op, op.Mul(grad_out, normal), axes)
+        normal = op.Mul(op.Sub(input, per_channel(op, mean, input)), per_channel(op, invstd, input))
+        grad_weight = sum_over(op, op.Mul(grad_out, normal), axes)
     if output_mask[0]:
-        factor = _per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
+        factor = per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
         grad_input = grad_out
         if train:
-            along = op.Mul(normal, _per_channel(op, op.Div(grad_weight, _count(op, input)), input))
-            grad_input = op.Sub(op.Sub(grad_out, _mean(op, grad_out, axes)), along)
+            along = op.Mul(normal, per_channel(op, op.Div(grad_weight, _count(op, input)), input))
+            grad_input = op.Sub(op.Sub(grad_out, mean_over(op, grad_out, axes)), along)
         grad_input = op.Mul(grad_input, factor)
-    return grad_input, grad_weight if output_mask[1] else None, _sum(op, grad_out, axes) if output_mask[2] else None
-
-
-# -- group norm: layer norm of (N, groups, the rest) with the affine part for each channel
-
-
-def _grouped(op: Any, tensor: ir.Value, N: Any, group: int) -> ir.Value:
-    refuse_empty("groups", tensor)
-    grouped = reshape(op, tensor, [N, group, -1])
-    sizes: Any = tensor.shape[1:]  # type: ignore[index]
-    row = math.prod(sizes) // group if all(isinstance(size, int) for size in sizes) else None
-    return typed(grouped, tensor.dtype, [tensor.shape[0], group, row])  # type: ignore[index]
-
-
-def _ones_behind(op: Any, grouped: ir.Value) -> ir.Value:
-    """Ones of the size of the last dimension."""
-    size = op.Shape(grouped, start=2, end=3)
-    return typed(op.ConstantOfShape(size, value=ir.tensor([1.0], dtype=grouped.dtype)), grouped.dtype, [None])
-
-
-@register(aten.native_group_norm.default)
-def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
-    """native_group_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group, float eps) ->
-    (Tensor, Tensor, Tensor)
-    """
-    grouped = _grouped(op, input, N, group)
-    if _needs_primitives(grouped, 1):
-        out, mean, rstd = _layer_norm(op, grouped, 1, None, None, eps)
-    else:
-        out, mean, rstd = op.LayerNormalization(grouped, _ones_behind(op, grouped), axis=-1, epsilon=eps, _outputs=3)
-    out = typed(op.Reshape(out, op.Shape(input)), input.dtype, input.shape)
-    if weight is not None:
-        out = op.Mul(out, _per_channel(op, weight, input))
-    if bias is not None:
-        out = op.Add(out, _per_channel(op, bias, input))
-    return out, *(op.Squeeze(value, int64s(op, [2])) for value in (mean, rstd))
-
-
-def _group_norm_inputs(op: Any, grad_out: ir.Value, input: ir.Value, weight: Any, N: Any, group: int) -> tuple[ir.Value, ir.Value]:
-    scaled = grad_out if weight is None else op.Mul(grad_out, _per_channel(op, weight, input))
-    return _grouped(op, typed(scaled, input.dtype, input.shape) if weight is not None else scaled, N, group), _grouped(op, input, N, group)
-
-
-def _group_norm_affine(op: Any, grad_out: Any, x: Any, mean: Any, rstd: Any, input: Any, mask: Any) -> tuple[ir.Value | None, ir.Value | None]:
-    """The gradients of weight and bias; `x` is the grouped input, `mean` and `rstd` broadcast over it."""
-    axes = _other_dims(input)
-    grad_weight = None
-    if mask[1]:
-        normal = typed(op.Reshape(op.Mul(op.Sub(x, mean), rstd), op.Shape(input)), input.dtype, input.shape)
-        grad_weight = _sum(op, op.Mul(grad_out, normal), axes)
-    return grad_weight, _sum(op, grad_out, axes) if mask[2] else None
-
-
-@register(aten.native_group_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))
-def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
-    """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
-    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-    """
-    _refuse_double(input)
-    _refuse_single([C, HxW, 1 / group])
-    g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
-    mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
-    grad_input = None
-    if output_mask[0]:
-        ones = _ones_behind(op, x)
-        grad_input, _, _ = microsoft(op, "LayerNormalizationGrad", g, x, ones, mean, rstd, like=(x, ones, ones), axis=-1)
-        grad_input = op.Reshape(grad_input, op.Shape(input))
-    return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)
-
-
-@register(aten.native_group_norm_backward.default)
-def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
-    """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
-    int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-    """
-    g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
-    mean, rstd = (op.Unsqueeze(value, int64s(op, [2])) for value in (mean, rstd))
-    grad_input = None
-    if output_mask[0]:
-        normal = op.Mul(op.Sub(x, mean), rstd)
-        along = op.Mul(normal, _mean(op, op.Mul(g, normal), [2]))
-        grad_input = op.Reshape(op.Mul(op.Sub(op.Sub(g, _mean(op, g, [2])), along), rstd), op.Shape(input))
-    return grad_input, *_group_norm_affine(op, grad_out, x, mean, rstd, input, output_mask)
+    return grad_input, grad_weight if output_mask[1] else None, sum_over(op, grad_out, axes) if output_mask[2] else None
