@@ -22,9 +22,9 @@ from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_comple
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.empty_tensors import not_for_empty
+from ort_backend.lowering.fast_loops import use_fast_loops
 from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
-from ort_backend.lowering.long_sums import split_long_sums
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
 from ort_backend.lowering.ops.ordering import behind
@@ -35,9 +35,8 @@ from ort_backend.lowering.provenance import Provenance, at, newest, operator_nam
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
-from ort_backend.lowering.single_columns import align_numbers
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
-from ort_backend.lowering.transposes import split_transposes
+from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,6 @@ aten = torch.ops.aten
 _WAIT = "_c10d_functional::wait_tensor"
 # What a node calls that is not its target.
 _IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS}
-# What the CPU provider has slow or imprecise loops for, written in another form.
-_FOR_FAST_LOOPS = (split_long_sums, align_numbers, split_transposes)
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -198,23 +195,16 @@ class GraphLowering:
         return held
 
     def finish(self) -> LoweredGraph:
-        """The finished graph, without the nodes that nothing reads: ONNX Runtime would run them."""
-        for node in reversed(self.graph):
-            is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
-            if not is_read and node.op_type not in ("YieldOp", "PythonOp", "PythonOpGrad"):
-                self.graph.remove(node, safe=True)
+        """The finished graph."""
+        drop_unread_nodes(self.graph)
         if self.target.device_type == "cpu":
-            for rewrite in _FOR_FAST_LOOPS:
-                rewrite(self.op, self.graph, self._calls.hints)
+            use_fast_loops(self.op, self.graph, self._calls.hints)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
         self.python_calls += casts
         self.outside += outside
-        used = {value for node in self.graph for value in node.inputs if value is not None} | set(self.graph.outputs)
-        for name, value in list(self.graph.initializers.items()):
-            if value not in used:
-                del self.graph.initializers[name]
+        drop_unread_constants(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")

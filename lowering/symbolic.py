@@ -210,6 +210,25 @@ def as_vector(op: Any, size: Sequence[Number]) -> ir.Value:
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
 
 
+def vector_of_sizes(op: Any, sizes: Sequence[int | tuple[ir.Value, int]]) -> ir.Value:
+    """Sizes as a 1-d int64 tensor: numbers, or those that tensors have in a dimension."""
+    parts: list[Any] = []
+    known: list[int] = []
+    for one in sizes:
+        if isinstance(one, int):
+            known.append(one)
+            continue
+        if known:
+            parts.append(int64s(op, known))
+            known = []
+        tensor, at = one
+        at %= len(tensor.shape)  # type: ignore[arg-type]
+        parts.append(op.Shape(tensor, start=at, end=at + 1))
+    if known:
+        parts.append(int64s(op, known))
+    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+
+
 def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:
     """`tensor` with new sizes (a -1 among them is inferred).
 

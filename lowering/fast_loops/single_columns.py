@@ -17,7 +17,7 @@ from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.provenance import move_before, newest
 from ort_backend.lowering.symbolic import example
 
-_BROADCASTING = {
+BROADCASTING = {
     "Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod",
     "Mul", "Or", "Pow", "Sub", "Where", "Xor",
 }  # fmt: skip
@@ -35,7 +35,7 @@ def align_numbers(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> 
         hints: The examples of symbolic sizes, by name; None where a size follows from values.
     """
     for node in list(graph):
-        if node.domain or node.op_type not in _BROADCASTING or any(value is None or value.shape is None for value in node.inputs):
+        if node.domain or node.op_type not in BROADCASTING or any(value is None or value.shape is None for value in node.inputs):
             continue
         shapes: list[Any] = [value.shape for value in node.inputs]  # type: ignore[union-attr]
         rank = max(map(len, shapes))

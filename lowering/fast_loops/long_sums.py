@@ -61,7 +61,7 @@ def split_long_sums(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -
         hints: The examples of symbolic sizes, by name; None where a size follows from values.
     """
     for node in list(graph):
-        if node.domain or node.op_type not in _SECOND or (axes := _axes(node)) is None:
+        if node.domain or node.op_type not in _SECOND or (axes := sum_axes(node)) is None:
             continue
         value = node.inputs[0]
         assert value is not None and value.shape is not None
@@ -74,7 +74,7 @@ def split_long_sums(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -
         take_place(graph, node, newest(graph, len(graph) - before), total, f"{node.outputs[0].name}/long")
 
 
-def _axes(node: ir.Node) -> list[int] | None:
+def sum_axes(node: ir.Node) -> list[int] | None:
     """The axes of a sum of floating point numbers, from the front; None where they or the shape are unknown."""
     value, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if value is None or value.shape is None or value.dtype not in _PRECISE:

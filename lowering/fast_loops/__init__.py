@@ -1,0 +1,31 @@
+"""What the CPU provider has slow or imprecise loops for, written in another form: passes over a finished ONNX graph, one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from ort_backend.lowering.fast_loops.late_expands import expand_late
+from ort_backend.lowering.fast_loops.long_sums import split_long_sums
+from ort_backend.lowering.fast_loops.narrow_broadcasts import repeat_narrow
+from ort_backend.lowering.fast_loops.narrow_sums import sum_narrow
+from ort_backend.lowering.fast_loops.single_columns import align_numbers
+from ort_backend.lowering.fast_loops.transposes import split_transposes
+from ort_backend.lowering.unread import drop_unread_nodes
+
+_PASSES = (expand_late, split_long_sums, sum_narrow, align_numbers, repeat_narrow, split_transposes)
+
+
+def use_fast_loops(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> None:
+    """Rewrites a finished graph for the CPU provider, in place.
+
+    Args:
+        op: The builder of the graph.
+        graph: The finished graph.
+        hints: The examples of symbolic sizes, by name; None where a size follows from values.
+    """
+    for rewrite in _PASSES:
+        rewrite(op, graph, hints)
+        drop_unread_nodes(graph)

@@ -1,0 +1,23 @@
+"""What nothing in a graph reads: ONNX Runtime would run it, or hold it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+_WITH_EFFECT = ("YieldOp", "PythonOp", "PythonOpGrad")
+
+
+def drop_unread_nodes(graph: ir.Graph) -> None:
+    """Removes the nodes whose results nothing reads, in place; those that run Python stay."""
+    for node in reversed(graph):
+        is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
+        if not is_read and node.op_type not in _WITH_EFFECT:
+            graph.remove(node, safe=True)
+
+
+def drop_unread_constants(graph: ir.Graph) -> None:
+    """Removes the initializers that nothing reads, in place."""
+    read = {value for node in graph for value in node.inputs if value is not None} | set(graph.outputs)
+    for name, value in list(graph.initializers.items()):
+        if value not in read:
+            del graph.initializers[name]

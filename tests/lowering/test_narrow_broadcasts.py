@@ -1,0 +1,137 @@
+"""What is repeated along short rows is repeated by what is fast at it, Expands come late, and sums in front of few numbers are sums of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import call, same_as_eager
+from ops.harness import check, lower, trace
+
+SHAPES = [
+    ((2048, 3), (2048, 1)),
+    ((2048, 3), (3,)),
+    ((2048, 3), (1, 3)),
+    ((2048, 8), (2048, 1)),
+    ((2048, 9), (2048, 1)),
+    ((2048, 32), (2048, 1)),
+    ((2048, 33), (2048, 1)),
+    ((2047, 64), (64,)),
+    ((2048, 64), (64,)),
+    ((4, 8, 64, 24), (24,)),
+    ((64, 64, 5, 5), (64, 64, 1, 1)),
+    ((64, 64, 5, 1), (5, 1)),
+    ((64, 1, 3), (1, 64, 3)),
+    ((64, 64, 3), (64, 1, 3)),
+    ((64, 64, 3), (64, 1, 1)),
+    ((64, 1, 1), (1, 64, 3)),
+    ((2048, 1), (3,)),
+    ((2, 1024, 4), (2, 1, 4)),
+    ((4, 3), (4, 1)),
+    ((0, 3), (0, 1)),
+]
+
+
+def _rand(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.rand(shape) > 0.5 if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+def test_shapes(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    torch.manual_seed(0)
+    check(lambda x, y: (x * y, y - x, torch.where(y > 0, x, y), (x > y) | (x == y), torch.maximum(x, y) / (y.abs() + 1)), *map(_rand, shapes))
+    check(lambda x, y: ((x.abs() * y + y).neg(), 2 * (y * y), y.expand(torch.broadcast_shapes(x.shape, y.shape)).neg().exp()), *map(_rand, shapes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int32, torch.int64, torch.int8, torch.bool], ids=str)
+@pytest.mark.parametrize("shapes", [((2048, 3), (2048, 1)), ((2048, 3), (3,)), ((2048, 24), (2048, 1)), ((2048, 64), (64,))], ids=str)
+def test_dtypes(shapes: tuple[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype) -> None:
+    a, b = (_rand(shape, dtype) for shape in shapes)
+    check(lambda x, y: (x * y, x == y, torch.where(y > 0, x, y), y.expand(x.shape)), a, b)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0, 3e38, 1e-40])
+@pytest.mark.parametrize("width", [3, 24])
+def test_special_values(width: int, value: float) -> None:
+    column = torch.full((2048, 1), value)
+    column[::2] = 1.5
+    check(lambda x, y: (x * y, y.expand(x.shape), x / y), torch.randn(2048, width), column)
+
+
+def geometry(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    difference = x[:, :, None] - y[:, None]
+    centred = x - x.mean(1, keepdim=True)
+    direction = centred / (1 + centred.square().sum(-1, keepdim=True))
+    return difference.square().sum(-1), centred * scale, direction, (x.sin() * scale + scale).cos(), difference.mean(2)
+
+
+@pytest.mark.parametrize("sizes", [(32, 40), (33, 40), (32, 45), (33, 45)], ids=str)
+@pytest.mark.parametrize("tail", [3, 12, 64])
+def test_training_with_sizes_that_change(tail: int, sizes: tuple[int, int]) -> None:
+    def given(batch: int, points: int) -> Any:
+        torch.manual_seed(0)
+        made = torch.randn(batch, points, tail), torch.randn(batch, points, tail), torch.randn(tail)
+        return call(*(one.requires_grad_() for one in made))
+
+    is_other = sizes != (32, 40)
+    same_as_eager(geometry, given(32, 40), *([given(*sizes)] if is_other else []), graphs=1 + is_other, repeat=1, rtol=1e-4, atol=1e-4)
+
+
+def _types(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Counter[str]:
+    return Counter(node.op_type for node in lower(trace(function, [torch.rand(shape) for shape in shapes])).model.graph)
+
+
+@pytest.mark.parametrize(
+    "function, shapes, expected",
+    [
+        (lambda x, y: x - y, ((2048, 3), (2048, 1)), {"Expand": 1, "Transpose": 1}),
+        (lambda x, y: (x - y).sin() / y, ((2048, 3), (2048, 1)), {"Expand": 1, "Transpose": 1}),  # repeated once for both
+        (lambda x, y: x - y, ((2048, 9), (2048, 1)), {}),
+        (lambda x, y: x * y, ((2048, 9), (2048, 1)), {"MatMul": 1}),
+        (lambda x, y: x * y, ((2048, 33), (2048, 1)), {}),
+        (lambda x, y: x * y, ((512, 3), (512, 1)), {}),  # few rows
+        (lambda x, y: x - y, ((64, 1, 3), (1, 64, 3)), {"Expand": 2}),
+        (lambda x, y: x - y, ((64, 64, 17), (64, 1, 17)), {}),
+        (lambda x, y: (x * y).sin(), ((2048, 64), (64,)), {"Expand": 1, "Reshape": 4}),  # of 16 rows, which are one
+        (lambda x, y: (x.sin() * y + y).sin(), ((2048, 64), (64,)), {"Expand": 2, "Reshape": 6}),  # and stay one
+        (lambda x, y: (x * y).sin(), ((2047, 64), (64,)), {}),
+        (lambda x, y: (x * y).sin(), ((2047, 16), (16,)), {"Expand": 1}),
+        (lambda x, y: (x * y).sin(), ((2048, 129), (129,)), {}),
+        (lambda x, y: (torch.mm(x, x[:64]) + y).sin(), ((1024, 64), (64,)), {"MatMul": 1}),  # a bias stays with its product
+        (lambda x, y: y.expand(2048, 48).flip(0), ((1,), (2048, 1)), {"MatMul": 1}),
+    ],
+)
+def test_what_is_written(function: Callable[..., Any], shapes: tuple[tuple[int, ...], ...], expected: dict[str, int]) -> None:
+    found = _types(function, *shapes)
+    counted = {"Expand", "Transpose", "MatMul", *expected}
+    assert {name: found[name] for name in counted if found[name]} == expected
+
+
+@pytest.mark.parametrize(
+    "function, expands",
+    [
+        (lambda x, y: y.expand(x.shape) * x, 0),
+        (lambda x, y: (y.expand(x.shape) * 2).neg().exp() * x, 0),
+        (lambda x, y: (y.expand(x.shape) * 2, x), 1),
+        (lambda x, y: y.expand(x.shape) + y.expand(x.shape), 1),
+        (lambda x, y: (y.expand(x.shape).flip(0), y.expand(x.shape) * x), 1),
+        (lambda x, y: torch.where(y.expand(x.shape) > 0, x, 0.0), 0),
+        (lambda x, y: torch.where(x[:, :1].expand(x.shape) > 0, x[:1].expand(x.shape), y.expand(x.shape)), 0),
+    ],
+)
+def test_expands_come_late(function: Callable[..., Any], expands: int) -> None:
+    lowered = check(function, torch.randn(6, 200), torch.randn(6, 1))
+    assert sum(node.op_type == "Expand" for node in lowered.model.graph) == expands
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize(
+    "shape, is_moved", [((512, 16, 3), True), ((512, 16, 16), True), ((512, 17, 16), False), ((8, 512, 1), False), ((64, 8, 8), False)]
+)
+def test_sums_in_front_of_few_numbers(shape: tuple[int, ...], is_moved: bool, keepdim: bool) -> None:
+    lowered = check(lambda x: (x.sum(1, keepdim), x.mean(1, keepdim)), torch.randn(shape, dtype=torch.float64))
+    assert sum(node.op_type == "Transpose" for node in lowered.model.graph) == 2 * is_moved
+    check(lambda x: (x.unflatten(0, (2, -1)).sum((1, 2), keepdim), x.unflatten(1, (1, -1)).mean((1, 2), keepdim)), torch.randn(shape).double())
