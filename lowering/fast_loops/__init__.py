@@ -28,4 +28,4 @@ def use_fast_loops(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) ->
     """
     for rewrite in _PASSES:
         rewrite(op, graph, hints)
-        drop_unread_nodes(graph)
+    drop_unread_nodes(graph)

@@ -128,7 +128,10 @@ def _is_product(value: ir.Value | None) -> bool:
 
 def _rows(shapes: Sequence[ir.Shape], hints: Mapping[str, int | None]) -> _Rows | None:
     """How the result consists of rows; None where there are few, or long ones, or nothing is repeated along them."""
-    rank = max(map(len, shapes))
+    whole, *others = sorted(map(list, shapes), key=len, reverse=True)
+    rank = len(whole)
+    if all(other == whole or all(size == 1 for size in other) for other in others):
+        return None
     operands: list[Dims] = [[1] * (rank - len(shape)) + list(shape) for shape in shapes]
     shape = [next((size for size in sizes if size != 1), 1) for sizes in zip(*operands)]
     if any(size not in (1, whole) for operand in operands for size, whole in zip(operand, shape)):
