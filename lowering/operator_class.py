@@ -24,6 +24,9 @@ _OF_BATCHES = {
     aten.native_batch_norm_backward.default: 1,
 }
 
+# Elements behind the dimension of a flip that are copied at once, from which on it is no matter of single ones.
+_BLOCK = 16
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,7 +51,9 @@ def operator_class(node: fx.Node) -> str:
         return f"{name} vectors" if all(size == 1 for size in batch.meta["val"].shape[2:]) else name
     if node.target is aten.flip.default:
         dims: Any = node.args[1]
-        return f"{name} rows" if {-1, len(node.meta["val"].shape) - 1} & {*dims} else name
+        shape = node.meta["val"].shape
+        behind = math.prod(map(hint, shape[max((dim % len(shape) for dim in dims), default=-1) + 1 :]))
+        return f"{name} rows" if behind < _BLOCK else name
     if node.target is aten.div.Tensor_mode:
         return f"{name} {node.kwargs.get('rounding_mode')}"
     if node.target is aten._to_copy.default:

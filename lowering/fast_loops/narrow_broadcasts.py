@@ -75,8 +75,13 @@ class _Rows:
         return _same(self.operands[i][self.first :], self.shape[self.first :])
 
     def is_column(self, i: int) -> bool:
-        """Whether operand `i` has a number for each row."""
-        return all(size == 1 for size in self.operands[i][self.first :]) and _same(self.operands[i][: self.first], self.shape[: self.first])
+        """Whether operand `i` has a number for each row, or for each of those that follow one another."""
+        lead = [(size, whole) for size, whole in zip(self.operands[i], self.shape[: self.first]) if whole != 1]
+        return all(size == 1 for size in self.operands[i][self.first :]) and bool(lead) and lead[-1][0] == lead[-1][1]
+
+    def repeated(self, i: int) -> Dims:
+        """The shape of operand `i` where its rows are whole."""
+        return [*self.operands[i][: self.first], *self.shape[self.first :]]
 
 
 def repeat_narrow(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> None:
@@ -113,7 +118,9 @@ def _repeat_fast(op: Any, graph: ir.Graph, node: ir.Node, hints: Mapping[str, in
     if value is None or value.shape is None or shape is None or value.const_value is not None or sum(not isinstance(size, int) for size in shape) > 1:
         return  # a Reshape can find out one size alone
     rows = _rows([value.shape, shape], hints)
-    if rows is None or not rows.is_column(0) or not (rows.width <= _TRANSPOSED or value.dtype in _MULTIPLIED_DTYPES) or value.dtype not in _EXPANDED:
+    if rows is None or not rows.is_column(0) or not _same(rows.repeated(0), rows.shape):
+        return
+    if value.dtype not in (_EXPANDED if rows.width <= _TRANSPOSED else _MULTIPLIED_DTYPES):
         return
     before = len(graph)
     write = _transposed if rows.width <= _TRANSPOSED else _multiplied
@@ -209,25 +216,25 @@ def _repeat(op: Any, graph: ir.Graph, node: ir.Node, rows: _Rows, repeated: dict
         key = (value, way, rows.first, tuple(map(str, rows.shape)))
         if key not in repeated:
             before = len(graph)
-            made = _WAYS[way](op, value, rows, _shape_of(op, node, rows))  # type: ignore[index]
-            repeated[key] = typed(made, value.dtype, rows.shape)
+            wanted = rows.shape if way == "copied" else rows.repeated(i)
+            made = _WAYS[way](op, value, rows, _shape_of(op, node, rows, wanted))  # type: ignore[index]
+            repeated[key] = typed(made, value.dtype, wanted)
             move_before(graph, node, newest(graph, len(graph) - before), f"{node.outputs[0].name}/repeated_{i}")
         node.replace_input_with(i, repeated[key])
 
 
-def _shape_of(op: Any, node: ir.Node, rows: _Rows) -> ir.Value:
-    """The shape of the result, from its operands where it is not known."""
+def _shape_of(op: Any, node: ir.Node, rows: _Rows, wanted: Dims) -> ir.Value:
+    """A shape, from the operands where it is not known."""
     values: Sequence[Any] = node.inputs
-    rank = len(rows.shape)
-    is_known = all(isinstance(size, int) for size in rows.shape)
-    whole = next((value for i, value in enumerate(values) if rows.is_whole(i) and len(value.shape) == rank), None)
-    if whole is not None and not is_known:
+    rank = len(wanted)
+    whole = next((value for value, operand in zip(values, rows.operands) if len(value.shape) == rank and _same(operand, wanted)), None)
+    if whole is not None and not all(isinstance(size, int) for size in wanted):
         return op.Shape(whole)
 
     def size(d: int) -> int | tuple[ir.Value, int]:
-        if isinstance(rows.shape[d], int):
-            return rows.shape[d]
-        return next(value for value, operand in zip(values, rows.operands) if operand[d] == rows.shape[d]), d - rank
+        if isinstance(wanted[d], int):
+            return wanted[d]
+        return next(value for value, operand in zip(values, rows.operands) if operand[d] == wanted[d]), d - rank
 
     return vector_of_sizes(op, [size(d) for d in range(rank)])
 

@@ -72,5 +72,6 @@ def cdist_backward(op: Any, grad: ir.Value, x1: ir.Value, x2: ir.Value, p: float
         if p < 1:  # where nothing lies apart, the power is infinite
             far = op.Where(op.Equal(far, zero), one, far)
         size = apart if p == 2 else op.Mul(op.Sign(apart), op.Pow(far, scalar_like(op, p - 1, apart)))
-        each = op.Where(none, zero, op.Mul(size, share))
+        # A distance of zero is one of sizes of zero, which are finite: it is chosen among the distances, a column for each.
+        each = op.Mul(size, op.Where(none, zero, share)) if p > 1 else op.Where(none, zero, op.Mul(size, share))
     return op.ReduceSum(each, int64s(op, [-2]), keepdims=0)

@@ -12,7 +12,7 @@ from ops.harness import check, lower, trace
 
 import ort_backend
 
-_SUMS = ("ReduceSum", "ReduceMean", "ReduceSumSquare")
+_SUMS = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "MatMul")  # a product with a row of ones is the sum of columns
 
 
 def _reductions(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
-from ops.harness import check, lower, trace
+from ops.harness import check, lower, run, trace
 
 SHAPES = [
     ((2048, 3), (2048, 1)),
@@ -29,6 +29,8 @@ SHAPES = [
     ((64, 64, 3), (64, 1, 1)),
     ((64, 1, 1), (1, 64, 3)),
     ((2048, 1), (3,)),
+    ((16, 1024, 4), (1, 1024, 1)),
+    ((2, 16, 64, 4), (2, 1, 64, 1)),
     ((2, 1024, 4), (2, 1, 4)),
     ((4, 3), (4, 1)),
     ((0, 3), (0, 1)),
@@ -93,6 +95,7 @@ def _types(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Counter[st
         (lambda x, y: x * y, ((2048, 9), (2048, 1)), {"MatMul": 1}),
         (lambda x, y: x * y, ((2048, 33), (2048, 1)), {}),
         (lambda x, y: x * y, ((512, 3), (512, 1)), {}),  # few rows
+        (lambda x, y: x - y, ((16, 1024, 4), (1, 1024, 1)), {"Expand": 1, "Transpose": 1}),
         (lambda x, y: x - y, ((64, 1, 3), (1, 64, 3)), {"Expand": 2}),
         (lambda x, y: x - y, ((64, 64, 17), (64, 1, 17)), {}),
         (lambda x, y: (x * y).sin(), ((2048, 64), (64,)), {"Expand": 1, "Reshape": 4}),  # of 16 rows, which are one
@@ -129,9 +132,62 @@ def test_expands_come_late(function: Callable[..., Any], expands: int) -> None:
 
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize(
-    "shape, is_moved", [((512, 16, 3), True), ((512, 16, 16), True), ((512, 17, 16), False), ((8, 512, 1), False), ((64, 8, 8), False)]
+    "shape, written",
+    [
+        ((512, 16, 3), "Transpose"),
+        ((512, 15, 16), "Transpose"),
+        ((512, 16, 16), "AveragePool"),
+        ((512, 4, 64), "AveragePool"),
+        ((512, 16, 65), None),
+        ((512, 3, 32), None),
+        ((8, 512, 1), None),
+        ((64, 8, 8), None),
+    ],
 )
-def test_sums_in_front_of_few_numbers(shape: tuple[int, ...], is_moved: bool, keepdim: bool) -> None:
-    lowered = check(lambda x: (x.sum(1, keepdim), x.mean(1, keepdim)), torch.randn(shape, dtype=torch.float64))
-    assert sum(node.op_type == "Transpose" for node in lowered.model.graph) == 2 * is_moved
-    check(lambda x: (x.unflatten(0, (2, -1)).sum((1, 2), keepdim), x.unflatten(1, (1, -1)).mean((1, 2), keepdim)), torch.randn(shape).double())
+def test_sums_in_front_of_few_numbers(shape: tuple[int, ...], written: str | None, keepdim: bool) -> None:
+    found = check(lambda x: (x.sum(1, keepdim), x.mean(1, keepdim)), torch.randn(shape))
+    types = Counter(node.op_type for node in found.model.graph)
+    assert {kind: types[kind] for kind in ("Transpose", "AveragePool") if types[kind]} == ({written: 2} if written else {})
+    check(lambda x: (x.unflatten(0, (2, -1)).sum(2, keepdim), x.unflatten(1, (1, -1)).mean((1, 2), keepdim)), torch.randn(shape).double())
+    ones = torch.ones(shape)
+    for mine, theirs in zip(run(found, [ones]), (ones.sum(1, keepdim), ones.mean(1, keepdim)), strict=True):
+        assert torch.equal(mine, theirs), "counts are exact"
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize(
+    "shape, dims", [((1000, 64), 0), ((3, 5, 700), 0), ((3, 5, 700), (0, 1)), ((1, 500, 64), 1), ((1, 500, 64), (0, 1)), ((2000, 512), 0)], ids=str
+)
+def test_sums_of_columns_are_products(shape: tuple[int, ...], dims: Any, keepdim: bool) -> None:
+    found = check(lambda x: (x.sum(dims, keepdim), x.mean(dims, keepdim)), torch.randn(shape).double())
+    assert sum(node.op_type == "MatMul" for node in found.model.graph) == 2
+    found = check(lambda x: (x.sum(dims, keepdim), x.mean(dims, keepdim)), torch.ones(shape))
+    assert not any(node.op_type == "ReduceMean" for node in found.model.graph)
+
+
+def test_what_is_not_finite_stays_in_its_column() -> None:
+    x = torch.randn(1000, 64)
+    for row, column, value in ((5, 3, torch.inf), (6, 3, torch.nan), (7, 4, torch.inf), (8, 5, -torch.inf), (9, 6, torch.inf), (10, 6, -torch.inf)):
+        x[row, column] = value
+    check(lambda x: (x.double().sum(0), x.double().mean(0)), x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1500, 7), (4096, 64)], ids=str)
+def test_sums_of_columns_with_symbolic_sizes(shape: tuple[int, int]) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.sum(0), x.mean(0, keepdim=True), x[None].mean((0, 1)), x[:, None, :].sum((0, 1))
+
+    check(function, torch.randn(shape).double(), dynamic=True, other=[torch.randn(shape[0] + 5, shape[1] + 1).double()])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_numbers_of_rows_are_gathered_as_rows(dynamic: bool) -> None:
+    order = torch.randperm(48)
+
+    def function(x: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, order], x.unflatten(0, (2, -1)).index_select(-1, order[:12]), x[..., order.flip(0)[:3]]
+
+    found = check(function, torch.randn(512, 48), order, dynamic=dynamic, other=[torch.randn(300, 48), torch.randperm(48)] if dynamic else None)
+    axes = [node.attributes["axis"].as_int() for node in found.model.graph if node.op_type == "Gather" and len(node.inputs[0].shape) > 1]  # type: ignore[union-attr, arg-type]
+    if not dynamic:
+        assert sorted(axes) == [0, 0, 1], "three of 48 are few"
