@@ -164,11 +164,7 @@ def _batch_norms(x: torch.Tensor) -> Iterator[Case]:
 def axes(n: int) -> Iterator[Case]:
     """Operators along other dimensions than the last, or that go through it in another order, on `n` elements."""
     x = rand(max(n // 65536, 1), 64, min(n // 64, 1024))
-    y, g = x.softmax(1), rand(x.shape)
-    yield aten._softmax.default, (x, 1, False), {}
-    yield aten._softmax_backward_data.default, (g, y, 1, x.dtype), {}
-    yield aten._log_softmax.default, (x, 1, False), {}
-    yield aten._log_softmax_backward_data.default, (g, y.log(), 1, x.dtype), {}
+    yield from _softmaxes(x)
     for op in (aten.prod.dim_int, aten.max.dim, aten.min.dim):
         yield op, (x, 1), {}
         yield op, (x, 2), {}
@@ -181,6 +177,19 @@ def axes(n: int) -> Iterator[Case]:
         padded = getattr(aten, name)(picture, edge)
         yield getattr(aten, name).default, (picture, edge), {}
         yield getattr(aten, f"{name}_backward").default, (rand(padded.shape), picture, edge), {}
+
+
+def _softmaxes(x: torch.Tensor) -> Iterator[Case]:
+    y, g = x.softmax(1), rand(x.shape)
+    yield aten._softmax.default, (x, 1, False), {}
+    yield aten._softmax_backward_data.default, (g, y, 1, x.dtype), {}
+    yield aten._log_softmax.default, (x, 1, False), {}
+    yield aten._log_softmax_backward_data.default, (g, y.log(), 1, x.dtype), {}
+
+
+def few(n: int) -> Iterator[Case]:
+    """Operators along a dimension of 8 that is not the last, such as that of a few classes of pixels, on `n` elements."""
+    yield from _softmaxes(rand(max(n // 8192, 1), 8, min(n // 8, 1024)))
 
 
 def signals(n: int) -> Iterator[Case]:
@@ -283,6 +292,7 @@ KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "rows": rows,
     "vectors": vectors,
     "axes": axes,
+    "few": few,
     "images": images,
     "signals": signals,
     "convolutions": convolutions,

@@ -2,6 +2,18 @@
 
 # Operator (and shape class): ranges of size, as (smallest, largest, ONNX Runtime's time over PyTorch's).
 FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
+    "aten._log_softmax.default few in bfloat16": ((32768, 16777216, 4.4),),
+    "aten._log_softmax.default few in float16": ((8192, 16777216, 6.0),),
+    "aten._log_softmax_backward_data.default few in bfloat16": ((131072, 16777216, 2.5),),
+    "aten._log_softmax_backward_data.default few in float16": ((32768, 16777216, 5.3),),
+    "aten._softmax.default few in bfloat16": ((32768, 16777216, 3.6),),
+    "aten._softmax.default few in float16": ((8192, 16777216, 5.3),),
+    "aten._softmax_backward_data.default few in bfloat16": ((32768, 16777216, 6.2),),
+    "aten._softmax_backward_data.default few in float16": ((8192, 16777216, 9.2),),
+    "aten._log_softmax.default few": ((32768, 16777216, 3.2),),
+    "aten._log_softmax_backward_data.default few": ((2097152, 16777216, 1.5),),
+    "aten._softmax.default few": ((32768, 16777216, 2.2),),
+    "aten._softmax_backward_data.default few": ((131072, 16777216, 3.9),),
     "aten.convolution.default dense 4x4 strided": ((127770, 4181856, 1.5),),
     "aten.convolution.default dense 4x4 strided by 16": ((28049, 4114432, 1.6),),
     "aten.convolution.default dense 4x4 strided thin": ((183282, 1598400, 1.4),),

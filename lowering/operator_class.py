@@ -24,6 +24,9 @@ _OF_BATCHES = {
     aten.native_batch_norm_backward.default: 1,
 }
 
+# Elements along a dimension up to which they are few for a softmax.
+_FEW = 24
+
 # Elements behind the dimension of a flip that are copied at once, from which on it is no matter of single ones.
 _BLOCK = 16
 
@@ -44,8 +47,8 @@ def operator_class(node: fx.Node) -> str:
     if node.target is aten.pow.Tensor_Scalar:
         return f"{name} {node.args[1]}"
     if node.target in _ALONG:
-        dim, rank = node.args[_ALONG[node.target]], len(node.meta["val"].shape)
-        return f"{name} rows" if dim in (-1, rank - 1) else name
+        dim, shape = node.args[_ALONG[node.target]], node.meta["val"].shape
+        return f"{name} rows" if dim in (-1, len(shape) - 1) else f"{name} few" if shape and hint(shape[dim]) < _FEW else name
     if node.target in _OF_BATCHES:
         batch: Any = node.args[_OF_BATCHES[node.target]]
         return f"{name} vectors" if all(size == 1 for size in batch.meta["val"].shape[2:]) else name
