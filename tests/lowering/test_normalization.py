@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from behaviours.check import call, same_as_eager
 from torch import randn
 from torch.nn import functional as F
 
@@ -173,3 +174,12 @@ def test_batch_norm_of_vectors_is_made_of_primitives(check: Callable, contrib: b
     vectors = randn(size), randn(size), randn(size), torch.rand(size) + 0.1
     lowered = check(both, randn(shape), randn(shape), *vectors, contrib=contrib)
     assert not any("BatchNorm" in node.op_type for node in lowered.model.graph)
+
+
+@pytest.mark.parametrize("shape", [(512, 96), (3, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_layer_norm_without_a_weight(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Large ones run by PyTorch's kernel, with a weight of ones."""
+    x = torch.randn(shape, dtype=dtype)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {}
+    same_as_eager(lambda x: torch.nn.functional.layer_norm(x, shape[1:]).square(), call(x.requires_grad_()), graphs=1, **tolerance)
