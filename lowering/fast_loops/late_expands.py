@@ -16,6 +16,9 @@ from ort_backend.lowering.fast_loops.single_columns import BROADCASTING
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.provenance import newest, take_place
 
+# What the CPU provider has an Expand for, among the dtypes of graphs.
+EXPANDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL)
+
 # Of one operand, element by element.
 _UNARY = {
     "Abs", "Cast", "Ceil", "Cos", "Erf", "Exp", "Floor", "IsInf", "IsNaN", "Log", "Neg", "Not", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign",
@@ -70,7 +73,7 @@ def _expand_behind(op: Any, graph: ir.Graph, node: ir.Node, inputs: Sequence[Any
     if len(operands) != 1 or not _is_expand(operands[0]) or len(operands[0].uses()) > 1 or operands[0].is_graph_output():
         return
     (expanded,) = operands
-    if list(expanded.shape) != list(whole):
+    if list(expanded.shape) != list(whole) or node.outputs[0].dtype not in EXPANDED:
         return
     before = len(graph)
     given = [_source(value) if value is expanded else value for value in inputs]

@@ -24,6 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ort_backend.lowering.constants import int64s, named_constant
+from ort_backend.lowering.fast_loops.late_expands import EXPANDED
 from ort_backend.lowering.fast_loops.single_columns import BROADCASTING
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.provenance import move_before, newest, take_place
@@ -36,7 +37,6 @@ _WIDE, _COPIED, _TRANSPOSED, _MULTIPLIED = 128, 16, 8, 32
 # Numbers in a row that is made of several.
 _LONG = 1024
 _PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "Conv")
-_EXPANDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL)
 _MULTIPLIED_DTYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 Dims = Sequence[Any]
@@ -120,7 +120,7 @@ def _repeat_fast(op: Any, graph: ir.Graph, node: ir.Node, hints: Mapping[str, in
     rows = _rows([value.shape, shape], hints)
     if rows is None or not rows.is_column(0) or not _same(rows.repeated(0), rows.shape):
         return
-    if value.dtype not in (_EXPANDED if rows.width <= _TRANSPOSED else _MULTIPLIED_DTYPES):
+    if value.dtype not in (EXPANDED if rows.width <= _TRANSPOSED else _MULTIPLIED_DTYPES):
         return
     before = len(graph)
     write = _transposed if rows.width <= _TRANSPOSED else _multiplied
@@ -242,9 +242,9 @@ def _shape_of(op: Any, node: ir.Node, rows: _Rows, wanted: Dims) -> ir.Value:
 def _way(node: ir.Node, rows: _Rows, i: int) -> str | None:
     """How operand `i` is repeated, None if it is not."""
     dtype = node.inputs[i].dtype  # type: ignore[union-attr]
-    if dtype in _EXPANDED and rows.has_rows(i) and rows.width <= _COPIED:
+    if dtype in EXPANDED and rows.has_rows(i) and rows.width <= _COPIED:
         return "copied"
-    if dtype in _EXPANDED and rows.is_column(i) and rows.width <= _TRANSPOSED:
+    if dtype in EXPANDED and rows.is_column(i) and rows.width <= _TRANSPOSED:
         return "transposed"
     if dtype in _MULTIPLIED_DTYPES and node.op_type == "Mul" and rows.is_column(i) and rows.width <= _MULTIPLIED:
         return "multiplied"

@@ -130,6 +130,13 @@ def test_expands_come_late(function: Callable[..., Any], expands: int) -> None:
     assert sum(node.op_type == "Expand" for node in lowered.model.graph) == expands
 
 
+def test_no_expand_moves_behind_a_cast_that_it_has_no_kernel_for() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.mean(0, keepdim=True).expand(x.shape).clone()
+
+    same_as_eager(step, call(torch.randn(6, 200, dtype=torch.bfloat16).requires_grad_()), graphs=1, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("keepdim", [False, True])
 @pytest.mark.parametrize(
     "shape, written",
