@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ort_backend.runtime import python_op
+from ort_backend.runtime.autograd_node import next_number
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.region_graph import RegionTraining
 from ort_backend.runtime.training_graph import TrainingGraph
@@ -37,10 +38,11 @@ def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraini
 
     def call(*args: Any) -> Any:
         results: Any = ()
+        since = next_number()
         try:
             results = compiled(*args)
         finally:
-            training.watch(results)
+            training.watch(results, since)
         return results
 
     return call

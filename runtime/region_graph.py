@@ -278,12 +278,12 @@ class RegionTraining:
             return row_by_row(lambda row, _: self._backward(row, undefined), args)
         return self._backward(args, undefined)
 
-    def watch(self, results: Sequence[Any]) -> None:
-        """Lets the backward of the forward that gave `results` see which of them have no gradient.
+    def watch(self, results: Sequence[Any], since: int) -> None:
+        """Lets the backward of the forward that gave `results` see which of them have no gradient. `since` as in `node_of`.
 
         Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
         """
-        node = node_of(results)
+        node = node_of(results, since)
         if node is None:
             return
         waiting, places = self._undefined, self._places or ()

@@ -245,8 +245,8 @@ class TrainingGraph:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
         return self.resume(run, tangents, saved)
 
-    def watch(self, results: Sequence[Any]) -> None:
-        """To be called behind each forward, with what AOTAutograd's callable returned for it.
+    def watch(self, results: Sequence[Any], since: int) -> None:
+        """To be called behind each forward, with what AOTAutograd's callable returned for it; `since` as in `node_of`.
 
         Lets the backward see which of the results have no gradient: autograd replaces missing gradients by zeros before AOTAutograd sees them; eager
         gives `None` to what only they would reach. And ties a forward without a state to autograd's node.
@@ -255,7 +255,7 @@ class TrainingGraph:
         if run is None:
             return
         self._latest.run = None
-        node = node_of(results)
+        node = node_of(results, since)
         if run.arguments is not None:
             self._keep(run, node)
         if node is not None and self.may_be_undefined:

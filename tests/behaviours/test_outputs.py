@@ -170,6 +170,25 @@ def test_inputs_reached_only_by_an_unused_result_get_no_gradient() -> None:
     same_as_eager(lambda x, y: (x.sin(), y.cos(), x * y), call(A, B), graphs=1, keep=lambda results: results[2])
 
 
+def test_the_gradients_of_a_result_belong_to_the_graph_that_made_it() -> None:
+    """The second graph's first result is a view of what the first graph gave, and so comes from the first graph's node."""
+
+    def first(x: torch.Tensor) -> Any:
+        return x.sin(), x.exp()
+
+    def second(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+        return x.view(-1), x * y, x * z
+
+    for kept in ([0, 1], [0, 2], [1], [2]):
+        inputs = [tensor(seed=seed) for seed in range(3)]
+        theirs = twin(inputs)
+        with on_ort(graphs=2):
+            for one, other, arguments in ((first, second, theirs), (compiled(first), compiled(second), inputs)):
+                results = other(one(arguments[0])[0], *arguments[1:])
+                sum(results[i].sum() for i in kept).backward()
+        same_gradients(inputs, theirs)
+
+
 class Inside(nn.Module):
     """Returns what it holds."""
 
