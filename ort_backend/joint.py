@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
+from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -73,6 +74,7 @@ def lower_joint(
     graph = module.graph
     mark_effects(graph)
     correct_statistics(graph)
+    settle_zeros(graph)
     drop_relayouts(graph)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
@@ -124,6 +126,7 @@ def lower_inference(
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     mark_effects(graph)
     correct_statistics(graph)
+    settle_zeros(graph)
     drop_relayouts(graph)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)

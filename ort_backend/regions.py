@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradien
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
+from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
@@ -67,6 +68,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     graph = module.graph
     mark_effects(graph)
     correct_statistics(graph)
+    settle_zeros(graph)
     drop_relayouts(graph)
     simplify_linear_gradients(graph)
     if not is_half:

@@ -445,3 +445,12 @@ def test_new_tensors() -> None:
     check(lambda t: (torch.zeros(3, dtype=torch.bfloat16).float(), torch.full((), 2, dtype=torch.bfloat16).float()), torch.zeros(1))
     check(lambda t: (torch.full((2, 3), 7), torch.full((2,), True), t.new_full((1,), 2.5)), torch.zeros(1))
     check(lambda t: (aten.copy(t, t[0]), aten.copy(t, t.long()), aten.fill(t, torch.tensor(2))), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("count", [4, 5000])  # from 4096 on PyTorch's kernel takes the angles
+def test_sums_of_negative_zeros_are_zeros(count: int) -> None:
+    x = -torch.zeros(count, 3)
+    for function in (torch.atan2, torch.copysign):
+        angles = torch.compile(lambda x: function(torch.ones(count, 1), x.sum(1, keepdim=True)), backend="ort_training")(x)  # noqa: B023
+        assert torch.equal(angles, function(torch.ones(count, 1), x.sum(1, keepdim=True)))
+    assert not torch.compile(lambda x: x.mean(1).view(1, -1).signbit().any(), backend="ort_training")(x)
