@@ -50,8 +50,8 @@ class JointPartition:
 def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     """Divides a joint graph.
 
-    The forward has what its outputs depend on, every random operator, so that these keep their order, and the user's own Python; all else
-    waits for the backward.
+    The forward has what its outputs depend on, every random operator, so that these keep their order, the user's own Python, and the sizes of
+    primals, which the program may write to before the backward; all else waits for the backward.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     tangents = [node for node in placeholders if node.name.startswith("tangents")]
@@ -65,6 +65,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     kept = [node for node in calls if is_random(node) or is_collective(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
     needed = ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
     alive = needed | ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
+    needed |= ancestors([node for node in calls if node in alive and node.target in _MEASURES and node.args[0] in primals])
     forward = [node for node in calls if node in needed]
     backward = [node for node in calls if node in alive and node not in needed]
 
@@ -111,6 +112,8 @@ def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
     return node
 
 
+# What reads a tensor's sizes and steps, and none of its elements.
+_MEASURES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
 
 

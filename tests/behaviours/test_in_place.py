@@ -242,6 +242,26 @@ def test_the_backward_of_a_write_into_an_input_sees_what_was_there(kind: str, la
     same_tree(found[0][1], found[1][1])
 
 
+def test_a_write_into_columns_of_a_tensor_of_symbolic_size() -> None:
+    """Whose gradient is laid out by the sizes and steps of the tensor, and asks for none of its elements."""
+
+    def normalized(hidden: torch.Tensor) -> torch.Tensor:
+        part = hidden[..., :4]
+        part /= 2.0
+        return part.softmax(-1)
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(normalized, dynamic=True), normalized):
+            leaf = tensor(5, 3, 12).requires_grad_()
+            hidden = leaf * 1.5
+            result = side(hidden)
+            (result.sin().sum() + hidden.sum()).backward()
+            found.append(([leaf], (result.detach(), hidden.detach())))
+    same_gradients(found[0][0], found[1][0])
+    same_tree(found[0][1], found[1][1])
+
+
 class Averaged(nn.Module):
     """Gives a buffer, or its weight, other memory by `tensor.data = other`, in one of several ways."""
 
