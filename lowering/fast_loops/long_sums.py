@@ -75,12 +75,12 @@ def split_long_sums(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -
 
 
 def sum_axes(node: ir.Node) -> list[int] | None:
-    """The axes of a sum of floating point numbers, from the front; None where they or the shape are unknown."""
+    """The axes of a sum of floating point numbers, from the front; None where they or the shape are unknown, or there are none."""
     value, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if value is None or value.shape is None or value.dtype not in _PRECISE:
         return None
     if given is None:
-        return list(range(len(value.shape)))
+        return list(range(len(value.shape))) or None
     if given.const_value is None:
         return None
     axes = sorted(int(axis) % len(value.shape) for axis in given.const_value.numpy())

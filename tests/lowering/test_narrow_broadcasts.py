@@ -171,6 +171,10 @@ def test_sums_of_columns_are_products(shape: tuple[int, ...], dims: Any, keepdim
     found = check(lambda x: (x.sum(dims, keepdim), x.mean(dims, keepdim)), torch.ones(shape))
 
 
+def test_the_sum_of_a_number_is_none_of_columns() -> None:
+    check(lambda x: (x.sum(), x.mean(), x.sum() + x), torch.randn(()))
+
+
 def test_what_is_not_finite_stays_in_its_column() -> None:
     x = torch.randn(1000, 64)
     for row, column, value in ((5, 3, torch.inf), (6, 3, torch.nan), (7, 4, torch.inf), (8, 5, -torch.inf), (9, 6, torch.inf), (10, 6, -torch.inf)):
