@@ -122,7 +122,7 @@ def test_onnx_runtime_does_not_merge_what_is_computed_again(x: torch.Tensor, ree
 _PEAK = """
 import re, sys
 import torch
-sys.path.insert(0, "tests/lowering")
+sys.path[:0] = ["tests/lowering", "tests"]
 from test_recompute import Net
 
 torch.set_num_threads(1)
