@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -187,46 +188,31 @@ def of_expression(op: Any, expression: Any, known: Callable[[str], ir.Value | No
 
 def size_of(op: Any, tensor: ir.Value, axis: int) -> ir.Value:
     """`tensor.shape[axis]` as an int64 scalar."""
-    axis %= tensor.shape.rank()  # type: ignore[union-attr]
-    return op.Squeeze(op.Shape(tensor, start=axis, end=axis + 1), [0])
+    return op.Squeeze(_size_as_vector(op, tensor, axis), [0])
 
 
 def as_vector(op: Any, size: Sequence[Number]) -> ir.Value:
     """`size` as a 1-d int64 tensor, constant where it can be."""
-    if all(not isinstance(part, ir.Value) for part in size):
-        return int64s(op, [int(part) for part in size])  # type: ignore[arg-type]
-    parts: list[Any] = []
-    known: list[int] = []
-    for part in size:
-        if isinstance(part, ir.Value):
-            if known:
-                parts.append(int64s(op, known))
-                known = []
-            parts.append(op.Unsqueeze(part, [0]))
-        else:
-            known.append(int(part))
-    if known:
-        parts.append(int64s(op, known))
-    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+    return _joined(op, [op.Unsqueeze(part, [0]) if isinstance(part, ir.Value) else int(part) for part in size])
 
 
 def vector_of_sizes(op: Any, sizes: Sequence[int | tuple[ir.Value, int]]) -> ir.Value:
     """Sizes as a 1-d int64 tensor: numbers, or those that tensors have in a dimension."""
-    parts: list[Any] = []
-    known: list[int] = []
-    for one in sizes:
-        if isinstance(one, int):
-            known.append(one)
-            continue
-        if known:
-            parts.append(int64s(op, known))
-            known = []
-        tensor, at = one
-        at %= len(tensor.shape)  # type: ignore[arg-type]
-        parts.append(op.Shape(tensor, start=at, end=at + 1))
-    if known:
-        parts.append(int64s(op, known))
-    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=0)
+    return _joined(op, [one if isinstance(one, int) else _size_as_vector(op, *one) for one in sizes])
+
+
+def _size_as_vector(op: Any, tensor: ir.Value, axis: int) -> ir.Value:
+    axis %= tensor.shape.rank()  # type: ignore[union-attr]
+    return op.Shape(tensor, start=axis, end=axis + 1)
+
+
+def _joined(op: Any, parts: Sequence[int | ir.Value]) -> ir.Value:
+    """Numbers and 1-d int64 tensors as one of these."""
+    made: list[ir.Value] = []
+    for is_number, group in itertools.groupby(parts, lambda part: isinstance(part, int)):
+        run: list[Any] = list(group)
+        made += [int64s(op, run)] if is_number else run
+    return made[0] if len(made) == 1 else op.Concat(*made, axis=0) if made else int64s(op, [])
 
 
 def reshape(op: Any, tensor: ir.Value, size: Sequence[Number]) -> ir.Value:

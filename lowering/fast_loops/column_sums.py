@@ -11,20 +11,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from ort_backend.lowering.constants import constant, int64s, named_constant
-from ort_backend.lowering.fast_loops.long_sums import sum_axes
-from ort_backend.lowering.provenance import newest, take_place
+from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.fast_loops.rewriting import keeps_dims, product, replace, row_of_ones, shape_with_unknown, sum_axes
 from ort_backend.lowering.symbolic import example
 
-# Elements from which on a product is faster.
-_MANY = 2048
+# Elements from which on a product is faster, and rows up to which a constant for them is held.
+_MANY, _MOST_ROWS = 2048, 65536
 
 
 def sum_columns(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> None:
-    """Rewrites sums and means over the first dimensions, in a finished graph, in place.
+    """Rewrites sums and means over the first dimensions, in float32, in a finished graph, in place.
+
+    In float64 a product would keep ONNX Runtime from fusing others (`runtime.harmful_optimizers`).
 
     Args:
         op: The builder of the graph.
@@ -34,36 +34,26 @@ def sum_columns(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> No
     for node in list(graph):
         if node.domain or node.op_type not in ("ReduceSum", "ReduceMean") or (axes := sum_axes(node)) is None:
             continue
-        value = node.inputs[0]
-        assert value is not None and value.shape is not None
+        value: Any = node.inputs[0]
         rows, columns = value.shape[: axes[-1] + 1], value.shape[axes[-1] + 1 :]
         if any(size != 1 for d, size in enumerate(rows) if d not in axes) or sum(not isinstance(size, int) for size in (*rows, *columns)) > 1:
             continue  # a Reshape can find out one size alone
         count, numbers = (math.prod(example(size, hints, unknown=_MANY) for size in part) for part in (rows, columns))
-        if count < 2 or numbers < 2 or count * numbers < _MANY:
-            continue
-        before = len(graph)
-        total = _written(op, node, value, axes)
-        take_place(graph, node, newest(graph, len(graph) - before), total, f"{node.outputs[0].name}/columns")
+        if value.dtype == ir.DataType.FLOAT and numbers > 1 and 1 < count <= _MOST_ROWS and count * numbers >= _MANY:
+            replace(graph, node, "columns", _written, op, node, value, axes)
 
 
 def _written(op: Any, node: ir.Node, value: Any, axes: list[int]) -> ir.Value:
     rows, columns = value.shape[: axes[-1] + 1], value.shape[axes[-1] + 1 :]
-    is_known = all(isinstance(size, int) for size in rows)
-    count = math.prod(rows) if is_known else -1
-    matrix = value if len(rows) == len(columns) == 1 else op.Reshape(value, int64s(op, [count, _size(columns)]))
-    if is_known:
-        ones = named_constant(op, f"{count} ones", np.ones((1, count)), value.dtype)
+    count = product(rows)
+    matrix = value if len(rows) == len(columns) == 1 else op.Reshape(value, int64s(op, [count, product(columns)]))
+    if count >= 0:
+        ones = row_of_ones(op, count, value.dtype)
     else:
         ones = op.Expand(constant(op, 1.0, value.dtype), op.Concat(int64s(op, [1]), op.Shape(matrix, start=0, end=1), axis=0))
     total = op.MatMul(ones, matrix)
     if node.op_type == "ReduceMean":
-        number = constant(op, float(count), value.dtype) if is_known else op.Cast(op.Shape(matrix, start=0, end=1), to=value.dtype)
+        number = constant(op, float(count), value.dtype) if count >= 0 else op.Cast(op.Shape(matrix, start=0, end=1), to=value.dtype)
         total = op.Div(total, number)
-    keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
-    sizes = [1 if d in axes else value.shape[d] for d in range(len(value.shape)) if keeps or d not in axes]
-    return op.Reshape(total, int64s(op, [size if isinstance(size, int) else -1 for size in sizes]))
-
-
-def _size(columns: Any) -> int:
-    return math.prod(columns) if all(isinstance(size, int) for size in columns) else -1
+    keeps = keeps_dims(node)
+    return op.Reshape(total, shape_with_unknown(op, (1 if d in axes else size for d, size in enumerate(value.shape) if keeps or d not in axes)))

@@ -12,8 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ort_backend.lowering.fast_loops.rewriting import replace
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.provenance import newest, take_place
 from ort_backend.lowering.symbolic import example
 
 # Numbers from which on two Transposes are worth it, and their part of the rows: a Transpose takes a sixth of the time of as many copies.
@@ -42,9 +42,7 @@ def gather_rows(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> No
         taken = example(indices.shape[0], hints, unknown=1)
         if rows < 2 or rows * taken < _MANY or taken * _PART < width:
             continue
-        before = len(graph)
-        result = _written(op, data, indices, last)
-        take_place(graph, node, newest(graph, len(graph) - before), result, f"{node.outputs[0].name}/rows")
+        replace(graph, node, "rows", _written, op, data, indices, last)
 
 
 def _written(op: Any, data: Any, indices: Any, last: int) -> ir.Value:

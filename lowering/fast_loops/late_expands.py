@@ -12,18 +12,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ort_backend.lowering.fast_loops.single_columns import BROADCASTING
+from ort_backend.lowering.fast_loops.rewriting import BROADCASTING, EXPANDED, are_named, attributes_of, replace
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.provenance import newest, take_place
-
-# What the CPU provider has an Expand for, among the dtypes of graphs.
-EXPANDED = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL)
 
 # Of one operand, element by element.
 _UNARY = {
     "Abs", "Cast", "Ceil", "Cos", "Erf", "Exp", "Floor", "IsInf", "IsNaN", "Log", "Neg", "Not", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign",
     "Sin", "Softplus", "Sqrt", "Tanh",
 }  # fmt: skip
+_POINTWISE = BROADCASTING | _UNARY
 
 
 def expand_late(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> None:
@@ -35,10 +32,10 @@ def expand_late(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> No
         hints: The examples of symbolic sizes, by name (not read).
     """
     for node in list(graph):
-        if node.domain or node.op_type not in BROADCASTING | _UNARY or len(node.outputs) != 1:
+        if node.domain or node.op_type not in _POINTWISE or len(node.outputs) != 1:
             continue
         inputs: list[Any] = list(node.inputs)
-        if any(value is None or value.shape is None for value in inputs) or not any(map(_is_expand, inputs)):
+        if any(value is None or value.shape is None or not are_named(value.shape) for value in inputs) or not any(map(_is_expand, inputs)):
             continue
         whole = _sizes([value.shape for value in inputs])
         for i, value in enumerate(inputs):
@@ -53,7 +50,7 @@ def _is_expand(value: ir.Value) -> bool:
     maker = value.producer()
     if maker is None or maker.op_type != "Expand" or maker.domain or value.shape is None or (source := maker.inputs[0]) is None:
         return False
-    return source.const_value is None and source.shape is not None and list(source.shape) != list(value.shape)
+    return source.const_value is None and source.shape is not None and are_named(source.shape) and list(source.shape) != list(value.shape)
 
 
 def _source(expanded: ir.Value) -> Any:
@@ -75,9 +72,10 @@ def _expand_behind(op: Any, graph: ir.Graph, node: ir.Node, inputs: Sequence[Any
     (expanded,) = operands
     if list(expanded.shape) != list(whole) or node.outputs[0].dtype not in EXPANDED:
         return
-    before = len(graph)
+    replace(graph, node, "late", _written, op, node, inputs, expanded)
+
+
+def _written(op: Any, node: ir.Node, inputs: Sequence[Any], expanded: Any) -> ir.Value:
     given = [_source(value) if value is expanded else value for value in inputs]
-    attributes = {name: attribute.value for name, attribute in node.attributes.items() if isinstance(attribute, ir.Attr)}
-    made = typed(getattr(op, node.op_type)(*given, **attributes), node.outputs[0].dtype, _sizes([value.shape for value in given]))
-    result = op.Expand(made, expanded.producer().inputs[1])
-    take_place(graph, node, newest(graph, len(graph) - before), result, f"{node.outputs[0].name}/late")
+    made = typed(getattr(op, node.op_type)(*given, **attributes_of(node)), node.outputs[0].dtype, _sizes([value.shape for value in given]))
+    return op.Expand(made, expanded.producer().inputs[1])

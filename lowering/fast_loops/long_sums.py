@@ -16,12 +16,11 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering.constants import int64s
-from ort_backend.lowering.provenance import newest, take_place
+from ort_backend.lowering.fast_loops.rewriting import are_fixed, keeps_dims, product, replace, shape_with_unknown, sum_axes
 from ort_backend.lowering.symbolic import SymbolicSize, example
 
 # What the second step is.
 _SECOND = {"ReduceSum": "ReduceSum", "ReduceMean": "ReduceMean", "ReduceSumSquare": "ReduceSum"}
-_PRECISE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 # Numbers from which on two steps are made: along rows, which go through the lanes of registers, and along columns.
 _LONG_ROW = 32768
@@ -69,22 +68,7 @@ def split_long_sums(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -
         splits = _splits(value.shape, runs, hints)
         if not any(splits) and (len(runs) == 1 or node.op_type != "ReduceSumSquare"):  # which has no fast kernel for several runs
             continue
-        before = len(graph)
-        total = _written(op, node, value, axes, list(zip(runs, splits)))
-        take_place(graph, node, newest(graph, len(graph) - before), total, f"{node.outputs[0].name}/long")
-
-
-def sum_axes(node: ir.Node) -> list[int] | None:
-    """The axes of a sum of floating point numbers, from the front; None where they or the shape are unknown, or there are none."""
-    value, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
-    if value is None or value.shape is None or value.dtype not in _PRECISE:
-        return None
-    if given is None:
-        return list(range(len(value.shape))) or None
-    if given.const_value is None:
-        return None
-    axes = sorted(int(axis) % len(value.shape) for axis in given.const_value.numpy())
-    return axes or None
+        replace(graph, node, "long", _written, op, node, value, axes, list(zip(runs, splits)))
 
 
 def _runs(axes: Sequence[int]) -> list[_Run]:
@@ -116,7 +100,7 @@ def _split(lead: Sequence[Any], summed: Sequence[Any], tail: Sequence[Any], hint
         piece = _divisor(divides, length / max(8.0, length**0.5 / 4))
     if piece < 8 or length // piece < 4:
         return None
-    pieces = length // piece if _is_known(summed) else -1
+    pieces = length // piece if are_fixed(summed) else -1
     shape = [*(_size(lead)), pieces, piece, *(_size(tail))]
     if shape.count(-1) > 1 or 0 in shape or sum(not isinstance(size, int) for size in (*lead, *tail)) > 1:
         return None  # a Reshape can find out one size alone
@@ -124,13 +108,9 @@ def _split(lead: Sequence[Any], summed: Sequence[Any], tail: Sequence[Any], hint
     return _Split(shape, at - 1, at - 1) if 1 < columns < _FEW else _Split(shape, at, at - 1)
 
 
-def _is_known(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) for size in sizes)
-
-
 def _size(sizes: Sequence[Any]) -> list[int]:
     """Neighbouring dimensions as one, -1 where it is not known; none of none."""
-    return [] if not sizes else [math.prod(sizes) if _is_known(sizes) else -1]
+    return [] if not sizes else [product(sizes)]
 
 
 def _factor(size: Any) -> int:
@@ -162,12 +142,11 @@ def _written(op: Any, node: ir.Node, value: ir.Value, axes: list[int], parts: Se
             total = getattr(op, _SECOND[kind])(total, int64s(op, [split.second_step]), keepdims=0)
             total = _restored(op, total, split, list(left.values()))
         kind = _SECOND[kind]
-    keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
-    return op.Unsqueeze(total, int64s(op, axes)) if keeps else total
+    return op.Unsqueeze(total, int64s(op, axes)) if keeps_dims(node) else total
 
 
 def _restored(op: Any, total: ir.Value, split: _Split, left: list[Any]) -> ir.Value:
     """With the dimensions that are left apart again, if they were taken as one."""
     if len(left) == len(split.shape) - 2:
         return total
-    return op.Reshape(total, int64s(op, [size if isinstance(size, int) else -1 for size in left]))
+    return op.Reshape(total, shape_with_unknown(op, left))

@@ -8,15 +8,14 @@ takes 360, 270 and 185. It multiplies by 1 / 8: only where that is exact (AMD EP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
 
 from ort_backend.lowering.constants import constant, int64s
-from ort_backend.lowering.fast_loops.long_sums import sum_axes
+from ort_backend.lowering.fast_loops.rewriting import are_fixed, keeps_dims, replace, sum_axes
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.provenance import newest, take_place
 from ort_backend.lowering.symbolic import example, vector_of_sizes
 
 # Elements from which on a Transpose is worth it.
@@ -39,33 +38,26 @@ def sum_narrow(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> Non
     for node in list(graph):
         if node.domain or node.op_type not in ("ReduceSum", "ReduceMean") or (axes := sum_axes(node)) is None:
             continue
-        value = node.inputs[0]
-        assert value is not None and value.shape is not None
+        value: Any = node.inputs[0]
         first, behind = axes[0], axes[-1] + 1
         parts = value.shape[:first], value.shape[first:behind], value.shape[behind:]
-        if axes != list(range(first, behind)) or (len(axes) > 1 and not _is_known(parts[1])):
+        if axes != list(range(first, behind)) or (len(axes) > 1 and not are_fixed(parts[1])):
             continue
         sizes = [math.prod(example(size, hints, unknown=_MANY) for size in part) for part in parts]
-        is_window = (
-            value.dtype == ir.DataType.FLOAT and _is_known((*parts[1], *parts[2])) and sum(not isinstance(size, int) for size in parts[0]) <= 1
-        )
-        if is_window and _has_windows(*sizes):
-            write = _windows
+        is_fixed = are_fixed((*parts[1], *parts[2])) and sum(not isinstance(size, int) for size in parts[0]) <= 1
+        if value.dtype == ir.DataType.FLOAT and is_fixed and _has_windows(*sizes):
+            replace(graph, node, "narrow", _shaped, op, node, value, axes, _windows)
         elif _is_slow(*sizes):
-            write = _rows
-        else:
-            continue
-        before = len(graph)
-        keeps = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
-        wanted = [1 if d in axes else _size(value, d) for d in range(len(value.shape)) if keeps or d not in axes]
-        unknown = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
-        total = write(op, node.op_type, value, axes)
-        total = op.Reshape(total, vector_of_sizes(op, [-1 if unknown == [i] else size for i, size in enumerate(wanted)]))
-        take_place(graph, node, newest(graph, len(graph) - before), total, f"{node.outputs[0].name}/narrow")
+            replace(graph, node, "narrow", _shaped, op, node, value, axes, _rows)
 
 
-def _is_known(sizes: Sequence[Any]) -> bool:
-    return all(isinstance(size, int) for size in sizes)
+def _shaped(op: Any, node: ir.Node, value: Any, axes: list[int], write: Callable[..., ir.Value]) -> ir.Value:
+    """What `write` writes, in the shape of the node's result."""
+    keeps = keeps_dims(node)
+    wanted = [1 if d in axes else _size(value, d) for d in range(len(value.shape)) if keeps or d not in axes]
+    unknown = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
+    total = write(op, node.op_type, value, axes)
+    return op.Reshape(total, vector_of_sizes(op, [-1 if unknown == [i] else size for i, size in enumerate(wanted)]))
 
 
 def _rows(op: Any, kind: str, value: Any, axes: list[int]) -> ir.Value:

@@ -14,13 +14,8 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering.constants import constant, int64s
-from ort_backend.lowering.provenance import move_before, newest
+from ort_backend.lowering.fast_loops.rewriting import BROADCASTING, insert
 from ort_backend.lowering.symbolic import example
-
-BROADCASTING = {
-    "Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod",
-    "Mul", "Or", "Pow", "Sub", "Where", "Xor",
-}  # fmt: skip
 
 # Elements of the tensor from which on it counts. ONNX Runtime's own fusions look for 0-d numbers.
 _MANY = 4096
@@ -43,9 +38,8 @@ def align_numbers(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> 
             continue
         for i, shape in enumerate(shapes):
             if len(shape) < rank and all(size == 1 for size in shape):
-                before, value = len(graph), node.inputs[i]
-                node.replace_input_with(i, _of_rank(op, value, len(shape), rank))
-                move_before(graph, node, newest(graph, len(graph) - before), f"{node.outputs[0].name}/number_{i}")
+                number = insert(graph, node, f"number_{i}", _of_rank, op, node.inputs[i], len(shape), rank)
+                node.replace_input_with(i, number)
 
 
 def _elements(shapes: Sequence[ir.Shape], hints: Mapping[str, int | None]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering.constants import int64s
-from ort_backend.lowering.provenance import newest, take_place
+from ort_backend.lowering.fast_loops.rewriting import product, replace, shape_with_unknown
 from ort_backend.lowering.symbolic import example
 
 # Elements from which on two more nodes are worth it.
@@ -57,9 +57,7 @@ def split_transposes(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) 
             continue  # a Reshape can find out one size alone
         steps = _steps(examples, tuple(node.attributes["perm"].as_ints()))
         if steps is not None:
-            before = len(graph)
-            result = _written(op, value, shape, tuple(node.attributes["perm"].as_ints()), steps)
-            take_place(graph, node, newest(graph, len(graph) - before), result, f"{node.outputs[0].name}/steps")
+            replace(graph, node, "steps", _written, op, value, shape, tuple(node.attributes["perm"].as_ints()), steps)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,14 +106,9 @@ def _moves_one(permutation: tuple[int, ...]) -> bool:
 
 
 def _written(op: Any, value: ir.Value, shape: Sequence[Any], permutation: Sequence[int], steps: _Steps) -> ir.Value:
-    sizes = [_size([shape[d] for d in group]) for group in steps.groups]
+    sizes = [product([shape[d] for d in group]) for group in steps.groups]
     moved = op.Transpose(op.Reshape(value, int64s(op, sizes)), perm=list(steps.first))
     # One more dimension, so that no optimizer takes the Reshape for nothing.
     again = op.Reshape(moved, int64s(op, [1, *(sizes[i] for i in steps.first)]))
     made = op.Transpose(again, perm=[0, *(i + 1 for i in steps.second)])
-    return op.Reshape(made, int64s(op, [_size([shape[d]]) for d in permutation]))
-
-
-def _size(sizes: Sequence[Any]) -> int:
-    """The product of sizes, -1 where one is unknown."""
-    return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else -1
+    return op.Reshape(made, shape_with_unknown(op, (shape[d] for d in permutation)))
