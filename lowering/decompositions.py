@@ -98,11 +98,16 @@ def lstm_as_steps(*, onednn: bool = False) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
+@functools.cache
 def _core() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """What of the core table can appear in a functional graph, without the composites that are taken apart anyway."""
+    """What of the core table can appear in a functional graph, without the composites that are taken apart anyway.
+
+    Read from the attribute, which has aten's: read as a dict the table looks for composites in every namespace first, 80 ms each time.
+    """
+    core = core_aten_decompositions()
     return {
         op: decomposition
-        for op, decomposition in core_aten_decompositions().items()
+        for op, decomposition in getattr(core, "decomp_table", core).items()
         if isinstance(op, torch._ops.OpOverload) and op in decomposition_table and not op._schema.is_mutable
     }
 
