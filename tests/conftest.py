@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 import torch._functorch.config
+import torch._logging._internal
 from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
@@ -31,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default
     # Dynamo times every set of guards once, with cold caches: it writes 32 MB first, which takes 16 ms of each compile, an eighth of all tests' time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+    # pytest's handler would turn on PyTorch's structured trace (`TORCH_TRACE`), which records a stack for each step of a compile.
+    torch._logging._internal.trace_log.propagate = True
     directory = config.getoption("--compile-cache")
     torch._functorch.config.enable_autograd_cache = directory is not None
     if not hasattr(config, "workerinput"):  # the workers of xdist inherit it
