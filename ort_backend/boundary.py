@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,13 @@ from ort_backend.lowering.memory_order import READS_STRIDES, storage_order
 from ort_backend.lowering.partition import root
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
-from ort_backend.runtime.binding import Input, Output
+from ort_backend.runtime.binding import Input, Output, carried
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+# ONNX Runtime copies what it reshapes into an output; below this many elements that takes less than a view by PyTorch.
+_WORTH_A_VIEW = 1 << 14
 
 
 def add_inputs(
@@ -53,11 +61,13 @@ def input_of(position: int, fake: Any, *, as_shape: bool = False, may_be_negated
 class Results:
     """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
 
-    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any] = ()) -> None:
-        """`results`: everything that will be added, if views among them are to share memory with what they are views of."""
+    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any], *, views: bool) -> None:
+        """`results`: everything that will be added. `views`: whether views among them are to share memory with what they are views of."""
         self._lowering = lowering
         self._arguments = {node: i for i, node in enumerate(arguments)}
-        self._places = {node: i for i, node in reversed(list(enumerate(results))) if isinstance(node, fx.Node)}
+        nodes = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node)]
+        self._places = {node: i for i, node in reversed(nodes)} if views else {}
+        self._sharing = collections.Counter(root(node) for _, node in nodes)
         self._fetches: dict[Any, int] = {}
         self.nodes: list[fx.Node] = []
         self.values: list[Any] = []
@@ -72,6 +82,10 @@ class Results:
         view = self._view(node) if self._places else None
         if view is not None:
             return view
+        fake = node.meta["val"]
+        source = self._reshaped(node)
+        shape = None if source is node else tuple(fake.shape)
+        node = source
         value = self._lowering.value(node)
         if not hasattr(value, "producer"):
             return Output("constant", value=value)
@@ -85,7 +99,21 @@ class Results:
             self.values.append(self._outgoing(value, fake, permutation))
             self.nodes.append(node)
         restored = None if permutation is None else _inverse(permutation)
-        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored)
+        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
+
+    def _reshaped(self, node: fx.Node) -> fx.Node:
+        """The node of which a large result is a reshape, and which shares memory with no other result: PyTorch reshapes it without a copy."""
+        source = node
+        while source.target in _RESHAPES:
+            source = source.args[0]  # type: ignore[assignment]
+        if source is node or source.op != "call_function" or self._sharing[root(node)] != 1:
+            return node
+        fakes = (node.meta["val"], source.meta["val"])
+        are_plain = all(all(isinstance(size, int) for size in one.shape) and one.is_contiguous() for one in fakes)
+        if not are_plain or math.prod(fakes[0].shape) < _WORTH_A_VIEW or carried(fakes[0].dtype) is not fakes[0].dtype:
+            return node
+        producer = getattr(self._lowering.value(source), "producer", lambda: None)()
+        return source if producer is not None and producer.op_type != "YieldOp" else node
 
     def _made_behind(self, node: fx.Node) -> Output:
         """What PyTorch computes of the session's results."""
@@ -150,7 +178,7 @@ def add_outputs(
         arguments: The nodes of the callable's arguments.
         views: Whether views among the results are taken by PyTorch, so that they share memory as in eager.
     """
-    collected = Results(lowering, arguments, results if views else ())
+    collected = Results(lowering, arguments, results, views=views)
     outputs = tuple(collected.add(node) for node in results)
     for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
         lowering.add_output(value)

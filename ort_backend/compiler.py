@@ -316,7 +316,7 @@ class _Compilation:
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any], eager: fx.GraphModule) -> Callable[..., Any]:
         """AOTAutograd's callable as Dynamo is to call it."""
         call, training = watched(compiled, self._training), self._training
-        needs_autograd = self._autocast or training is None or training.may_be_undefined
+        needs_autograd = self._autocast or training is None
         if self._direct is not None and not needs_autograd and direct_call.takes_and_gives_plain_tensors(gm, example_inputs):
             assert training is not None
             call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)

@@ -139,6 +139,9 @@ def direct(
     computed = tuple(i for i, one in enumerate(example_inputs) if isinstance(one, torch.Tensor) and not isinstance(one, torch.nn.Parameter))
     start, resume = training.start, training.resume
     detached, constant, tangents_of = plan.detached, plan.constant, plan.tangents
+    # Autograd would make zeros for every result without a gradient. The backward wants those of some, and is to know of all.
+    several = len(tangents_of) > 1
+    filled = [(i, place) for i, place in enumerate(tangents_of) if i not in training.loose] if several else []
 
     class CompiledFunction(torch.autograd.Function):  # named as AOTAutograd's: so is the node of autograd that users see
         boxed_grads_call = True  # gradients come as a list, to be emptied (from torch 2.13 on)
@@ -152,6 +155,9 @@ def direct(
             if constant:
                 ctx.mark_non_differentiable(*(results[i] for i in constant))
             ctx._materialize_non_diff_grads = False
+            if several:
+                ctx.set_materialize_grads(False)
+                ctx.shapes = [(i, results[place].shape, results[place].dtype, results[place].device) for i, place in filled]
             return tuple(results)
 
         @staticmethod
@@ -163,14 +169,15 @@ def direct(
             else:
                 tangents = [grads[i] for i in tangents_of]
             del grads
+            undefined = _fill(tangents, ctx.shapes) if several else _NONE
             _check_backward(plan, tangents)
             saved = ctx.saved_tensors  # raises PyTorch's errors: for what was modified in place, and where it was freed
             if torch.is_grad_enabled():
                 known = [*tangents, *saved, *(_sources(ctx) if training.is_differentiable else ())]
                 reached = [one for one in known if isinstance(one, torch.Tensor) and one.requires_grad]
-                return _Once.apply(lambda: resume(ctx.run, tangents, saved), *reached)
+                return _Once.apply(lambda: resume(ctx.run, tangents, saved, undefined), *reached)
             ctx.maybe_clear_saved_tensors()
-            return tuple(resume(ctx.run, tangents, saved))
+            return tuple(resume(ctx.run, tangents, saved, undefined))
 
         @staticmethod
         def _compiled_autograd_key(ctx: Any) -> Any:
@@ -191,6 +198,19 @@ def _no_view(one: Any) -> Any:
     return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
 
 
+_NONE: frozenset[int] = frozenset()
+
+
+def _fill(tangents: list[Any], shapes: Sequence[tuple[int, torch.Size, torch.dtype, torch.device]]) -> frozenset[int]:
+    """Which tangents autograd has no gradient for. In place, those with a shape become zeros."""
+    undefined = frozenset(i for i, one in enumerate(tangents) if one is None)
+    if undefined:
+        for i, shape, dtype, device in shapes:
+            if i in undefined:
+                tangents[i] = torch.zeros(shape, dtype=dtype, device=device)
+    return undefined
+
+
 def _check_backward(plan: DirectPlan, tangents: list[Any]) -> None:
     """What AOTAutograd checks in front of a backward, with its words."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -204,7 +224,7 @@ def _check_backward(plan: DirectPlan, tangents: list[Any]) -> None:
             "during the forward function while torch.use_deterministic_algorithms(False) was set."
         )
     for i, tangent in enumerate(tangents):
-        if type(tangent) is not torch.Tensor:
+        if tangent is not None and type(tangent) is not torch.Tensor:
             tangents[i] = AOTDispatchAutograd.process_runtime_tangent(tangent, plan.tangent_metadata[i])[0]
 
 

@@ -35,6 +35,7 @@ from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
+from ort_backend.lowering.passes.tangents import loosen_tangents
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -88,6 +89,7 @@ def lower_joint(
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
     keep_probabilities(graph, target)
     choose_products(graph, target)
+    loosen_tangents(graph)
     partition = divide(graph, num_fwd_outputs)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
@@ -116,6 +118,7 @@ def lower_joint(
         replayed=partition.replayed,
         depends_on=partition.depends_on,
         tangent_outputs=tangent_outputs(graph, len(partition.outputs), partition.tangents),
+        loose={i: node.meta["val"].dim() for i, node in enumerate(partition.tangents) if "loose" in node.meta},
     )
     return TrainingLowering(lowered, plan, partition)
 
@@ -150,7 +153,7 @@ def lower_inference(
 
 def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node], list[ir.Value]]:
     """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
-    collected = Results(lowering, partition.primals, partition.outputs)
+    collected = Results(lowering, partition.primals, partition.outputs, views=True)
     outputs = tuple(collected.add(node) for node in partition.outputs)
     values, nodes = list(collected.values), list(collected.nodes)
     # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for

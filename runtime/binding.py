@@ -85,6 +85,7 @@ class Output:
         dtype: The fetched tensor's dtype; None for a number.
         value: The constant, or the function that makes the view.
         permutation: How the fetched tensor's dimensions are to be permuted to give the strides that PyTorch expects (a view, no copy).
+        shape: The shape that the fetched tensor is to have (a view, no copy).
         parts: What it is made of.
     """
 
@@ -93,6 +94,7 @@ class Output:
     dtype: torch.dtype | None = None
     value: Any = None
     permutation: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
     parts: tuple[Output, ...] = ()
 
 
@@ -293,9 +295,11 @@ def dtypes_of(outputs: Sequence[Output]) -> list[torch.dtype]:
 
 def outward(output: Output) -> Callable[[torch.Tensor], Any] | None:
     """Makes the result of a fetched tensor. `detach`, as autograd forbids to write to a view that was taken where no gradients are recorded."""
-    dtype, order = output.dtype, output.permutation
+    dtype, order, shape = output.dtype, output.permutation, output.shape
     if dtype is None:
         return torch.Tensor.item
+    if shape is not None:
+        return lambda tensor: tensor.view(shape).detach()
     if dtype.is_complex:
         return lambda tensor: _permuted(torch.view_as_complex(_with_strides(tensor)), order).detach()
     if carried(dtype) is not dtype:

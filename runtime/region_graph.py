@@ -242,6 +242,8 @@ class RegionTraining:
         counts: Counts their runs.
     """
 
+    loose: frozenset[int] = frozenset()  # as in `TrainingGraph`
+
     def __init__(self, plan: RegionTrainingPlan, sessions: Sequence[Session], counts: RunCounts) -> None:
         self._forward = RegionGraph(plan.forward, sessions, counts.ran_forward)
         self._backward = RegionGraph(plan.backward, sessions, counts.ran_backward)
@@ -261,11 +263,13 @@ class RegionTraining:
         results = self._forward(list(args))
         return results[: self._outputs], results[self._outputs :], None
 
-    def resume(self, run: None, tangents: Values, saved: Sequence[Any]) -> Values:
-        """Runs the backward: the gradients."""
+    def resume(self, run: None, tangents: Values, saved: Sequence[Any], undefined: frozenset[int] = frozenset()) -> Values:
+        """Runs the backward: the gradients. `undefined`: the tangents that autograd has no gradient for, zeros."""
+        if not self.may_be_undefined:
+            undefined = frozenset()
         if is_batch(tangents):
-            return row_by_row(lambda row, _: self._backward([*saved, *row]), tangents)
-        return self._backward([*saved, *tangents])
+            return row_by_row(lambda row, _: self._backward([*saved, *row], undefined), tangents)
+        return self._backward([*saved, *tangents], undefined)
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""

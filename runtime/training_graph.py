@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class TrainingPlan:
         replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
         depends_on: For each result of the backward, the tangents that it depends on.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
+        loose: The number of dimensions of each tangent that may come with every size 1.
     """
 
     inputs: tuple[Input, ...]
@@ -61,6 +63,7 @@ class TrainingPlan:
     replayed: tuple[int, ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
     tangent_outputs: tuple[int, ...] | None = None
+    loose: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 class _Run:
@@ -147,6 +150,7 @@ class TrainingGraph:
         self.watches = True
         self.is_differentiable = bool(plan.replayed)
         self.has_gradient = tuple(one.source != "constant" or one.value is not None for one in plan.gradients)
+        self.loose = frozenset(plan.loose)
         self._counts = counts
         self._waits = tuple(session.reads_on_host(devices) for devices in (plan.yield_devices, plan.gradient_devices))
         self._agent: _Agent | None = _Agent(session, plan)
@@ -184,12 +188,22 @@ class TrainingGraph:
         run.arguments = len(args) if hooked else None
         return results, saved, run
 
-    def resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any]) -> list[Any]:
+    def resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any], undefined: frozenset[int] | None = None) -> list[Any]:
         """Resumes behind the `YieldOp`: the gradients.
+
+        Args:
+            run: What `start` returned.
+            tangents: The tangents; None for a loose one that autograd has no gradient for.
+            saved: The saved tensors.
+            undefined: The tangents that autograd has no gradient for; None where `watch` tells.
 
         Raises:
             OrtBackendError: the run state is gone, or what a second backward needs was modified in place.
         """
+        if undefined is not None:
+            run.undefined = undefined if self.may_be_undefined else frozenset()
+            for i in undefined & self.loose:
+                tangents[i] = self._zeros[i]
         if is_batch(tangents):
             return row_by_row(lambda row, is_last: self._resume(run, row, saved, keep=not is_last), tangents)
         return self._resume(run, tangents, saved)
@@ -221,6 +235,15 @@ class TrainingGraph:
         if run.undefined:
             return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
         return gradients
+
+    @functools.cached_property
+    def _zeros(self) -> dict[int, torch.Tensor]:
+        """For each loose tangent. Not made while AOTAutograd traces, under whose fake mode they would be fake."""
+        return {
+            one.position: torch.zeros((1,) * self._plan.loose[one.position], dtype=one.dtype, device=one.device)
+            for one in self._plan.tangents
+            if one.position in self.loose
+        }
 
     def forward(self, args: list[Any]) -> list[Any]:
         """AOTAutograd's forward. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""

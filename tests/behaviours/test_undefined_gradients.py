@@ -1,0 +1,216 @@
+"""Results that no gradient comes for: eager computes nothing for them, and gives None to what only they would reach."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from behaviours.check import Both, compiled, on_ort, onnx_files, same_gradients, single_session
+from torch import fx, nn
+
+from ort_backend.lowering.passes.tangents import loosen_tangents
+
+ROWS, VOCABULARY, WIDTH = 24, 1024, 16
+TOKENS = torch.randint(0, VOCABULARY, (2, ROWS), generator=torch.Generator().manual_seed(0))
+
+
+class Decoder(nn.Module):
+    """As Hugging Face's: a loss, the logits that it comes from, and what the next call would read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.key, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self.tokens(tokens)
+        key = self.key(hidden)
+        logits = self.head(hidden + key.tanh())
+        return nn.functional.cross_entropy(logits.view(-1, VOCABULARY), tokens.view(-1)), logits, key
+
+
+class Apart(nn.Module):
+    """Results that share no parameter, as large as each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        left, right = self.left(x), self.right(x)
+        return left, right, left.sum() + 2 * right.sum()
+
+
+def _step(chosen: Sequence[int], *args: Any) -> Callable[[Any, nn.Module], Any]:
+    def do(call: Any, module: nn.Module) -> Any:
+        module.zero_grad()
+        results = call(*args)
+        sum(results[i].square().mean() for i in chosen).backward()  # type: ignore[union-attr]
+        return results
+
+    return do
+
+
+CHOICES = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_a_loss_of_some_results(chosen: tuple[int, ...], dynamic: bool) -> None:
+    model = Both(Decoder(), dynamic=dynamic)
+    with on_ort(graphs=range(1, 3)):  # PyTorch compiles again where parameters have gradients, if their sizes may change
+        for i in range(3):  # the first step goes AOTAutograd's way
+            model.step(_step(chosen, TOKENS[:, : ROWS - i].contiguous() if dynamic else TOKENS))
+
+
+def test_a_loss_of_others_at_each_step() -> None:
+    model = Both(Decoder())
+    with on_ort(graphs=1):
+        for chosen in [(0, 1, 2), *CHOICES, (0,)]:
+            model.step(_step(chosen, TOKENS))
+
+
+@pytest.mark.parametrize("chosen", CHOICES)
+def test_none_for_what_no_gradient_reaches(chosen: tuple[int, ...]) -> None:
+    model = Both(Apart())
+    with on_ort(graphs=1):
+        for _ in range(3):
+            model.step(_step(chosen, torch.ones(4, WIDTH)))
+    assert (model.model.left.weight.grad is None) == (chosen == (1,))
+
+
+def test_a_second_backward_of_another_result() -> None:
+    def do(call: Any, module: nn.Module) -> Any:
+        module.zero_grad()
+        left, right, _ = call(torch.ones(4, WIDTH))
+        left.sum().backward(retain_graph=True)
+        found = [one.grad is None for one in module.parameters()]
+        right.sum().backward()
+        return found
+
+    model = Both(Apart())
+    for _ in range(2):
+        assert model.step(do) == [False, False, True, True]
+
+
+def test_rows_of_a_batch_of_gradients() -> None:
+    def do(call: Any, module: nn.Module) -> Any:
+        _, logits, key = call(TOKENS)
+        given = torch.arange(2 * key.numel(), dtype=key.dtype).view(2, *key.shape)
+        return torch.autograd.grad(key, module.key.weight, given, is_grads_batched=True)
+
+    model = Both(Decoder())
+    for _ in range(2):
+        model.step(do)
+
+
+@single_session
+def test_no_zeros_are_made_for_them() -> None:
+    model = Decoder()
+    runner = compiled(model)
+    runner(TOKENS)[0].backward()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        loss = runner(TOKENS)[0]
+        loss.backward()
+    assert loss.grad_fn is not None and hasattr(loss.grad_fn, "run")
+    made = [event for event in profile.events() if event.name in ("aten::zeros", "aten::full", "aten::fill_", "aten::zero_")]
+    shapes = [shape for event in made for shape in event.input_shapes if shape]
+    assert not [shape for shape in shapes if torch.Size(shape).numel() > ROWS], shapes
+
+
+def _joint_graph(model: nn.Module, *args: Any, **settings: Any) -> fx.Graph:
+    seen: list[fx.GraphModule] = []
+    compiled(model, options={"fx_passes": [lambda module: seen.append(copy.deepcopy(module))]}, **settings)(*args)
+    return seen[0].graph
+
+
+class Reshaped(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.exp()
+        return rows.sin().sum(), rows.view(-1, 2)
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.exp()
+        return rows.sum(), rows * 2
+
+
+@single_session
+@pytest.mark.parametrize(
+    ("model", "dynamic", "count"), [(Decoder(), False, 2), (Decoder(), True, 2), (Reshaped(), False, 1), (Reshaped(), True, 0), (Scaled(), False, 0)]
+)
+def test_which_may_come_as_one_zero(model: nn.Module, dynamic: bool, count: int) -> None:
+    args = (TOKENS,) if isinstance(model, Decoder) else (torch.randn(3, 4, requires_grad=True),)
+    assert loosen_tangents(_joint_graph(model, *args, dynamic=dynamic)) == count
+
+
+@pytest.mark.parametrize("model", [Reshaped(), Scaled()])
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+def test_gradients_of_reshaped_and_scaled_results(model: nn.Module, chosen: tuple[int, ...]) -> None:
+    runner = compiled(model)
+    for _ in range(2):
+        sides = [torch.ones(3, 4, requires_grad=True) for _ in range(2)]
+        for call, x in zip((runner, model), sides):
+            results = call(x)
+            sum(results[i].sum() for i in chosen).backward()  # type: ignore[union-attr]
+        same_gradients([sides[0]], [sides[1]])
+
+
+@single_session
+def test_a_large_reshaped_result_is_no_copy(tmp_path: Path) -> None:
+    model = Both(Decoder(), options={"dump_dir": str(tmp_path)})
+    results = model.step(_step((0,), TOKENS.clone()))  # PyTorch marks a tensor whose sizes it was told may change
+    graph = onnx.load(onnx_files(tmp_path, "graph_*")[-1]).graph
+    makers = {name: node.op_type for node in graph.node for name in node.output}
+    _, logits, key = next(node for node in graph.node if node.op_type == "YieldOp").input
+    assert results[1].numel() >= 1 << 14 > results[2].numel()
+    assert (makers[logits], makers[key]) == ("Gemm", "Reshape")
+
+
+def test_a_reshaped_result_may_be_written_to() -> None:
+    def do(call: Any, module: nn.Module) -> Any:
+        loss, logits, _ = call(TOKENS)
+        logits.add_(1)
+        loss.backward()
+        return logits.detach()
+
+    model = Both(Decoder())
+    for _ in range(2):
+        model.step(do)
+
+
+def test_two_shapes_of_one_result_share_memory_as_in_eager() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.exp()
+        return rows, rows.view(-1)
+
+    runner = compiled(both)
+    for _ in range(2):
+        rows, flat = runner(torch.randn(128, 256))
+        flat.zero_()
+        assert not rows.any()
+
+
+@single_session  # without training kernels they share it, as with every backend of PyTorch
+def test_a_gradient_that_is_a_reshape_has_memory_of_its_own() -> None:
+    """Two parameters get the same gradient in two shapes; optimizers write to gradients."""
+
+    def loss(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return (first.view(-1) + second).sin().sum()
+
+    runner = compiled(loss)
+    for _ in range(2):
+        first, second = torch.randn(128, 256, requires_grad=True), torch.randn(128 * 256, requires_grad=True)
+        runner(first, second).backward()
+        assert first.grad is not None and second.grad is not None
+        torch.testing.assert_close(first.grad.view(-1), second.grad)
+        before = second.grad.clone()
+        first.grad.zero_()
+        assert torch.equal(second.grad, before)
