@@ -77,6 +77,7 @@ class SessionConfig:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.use_deterministic_compute = torch.are_deterministic_algorithms_enabled()
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # what is dequantized here are masks, see `fast_loops.masks`
         denormals.follow_thread(options)
         if self.provider == CPU_PROVIDER:
             arena.use_shared(options)

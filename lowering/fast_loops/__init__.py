@@ -11,13 +11,14 @@ from ort_backend.lowering.fast_loops.column_sums import sum_columns
 from ort_backend.lowering.fast_loops.last_gathers import gather_rows
 from ort_backend.lowering.fast_loops.late_expands import expand_late
 from ort_backend.lowering.fast_loops.long_sums import split_long_sums
+from ort_backend.lowering.fast_loops.masks import dequantize_masks
 from ort_backend.lowering.fast_loops.narrow_broadcasts import repeat_narrow
 from ort_backend.lowering.fast_loops.narrow_sums import sum_narrow
 from ort_backend.lowering.fast_loops.single_columns import align_numbers
 from ort_backend.lowering.fast_loops.transposes import split_transposes
 from ort_backend.lowering.unread import drop_unread_nodes
 
-_PASSES = (expand_late, split_long_sums, sum_columns, sum_narrow, align_numbers, repeat_narrow, gather_rows, split_transposes)
+_PASSES = (expand_late, dequantize_masks, split_long_sums, sum_columns, sum_narrow, align_numbers, repeat_narrow, gather_rows, split_transposes)
 
 
 def use_fast_loops(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) -> None:

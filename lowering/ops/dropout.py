@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.constants import constant
+from ort_backend.lowering.fast_loops.masks import LARGE
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
 
@@ -17,6 +20,8 @@ def native_dropout_backward_fused(op, grad_output, mask, scale):
     """native_dropout_backward(Tensor grad_output, Tensor mask, float scale) -> Tensor"""
     if grad_output.dtype == ir.DataType.DOUBLE:
         raise Unsupported("the kernel's scale is float32")
+    if op.builder.root.device_type == "cpu" and math.prod(size if isinstance(size, int) else LARGE for size in mask.shape) >= LARGE:
+        raise Unsupported("a mask that is dequantized takes a third of the kernel's time (`fast_loops.masks`)")
     if scale <= 1:
         raise Unsupported("nothing or everything was dropped")  # the kernel does not look at the mask then
     return microsoft(op, "DropoutGrad", grad_output, mask, constant(op, 1 - 1 / scale, ir.DataType.FLOAT), like=grad_output)
