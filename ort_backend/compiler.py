@@ -29,6 +29,7 @@ from ort_backend.lowering.composites import right_losses, whole_operators
 from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.nested_regions import inline_regions
+from ort_backend.lowering.unread_draws import unread_draws
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.counts import RunCounts
@@ -94,7 +95,7 @@ def ort_training(
     whole_layers = decompositions.lstm_as_steps(onednn=onednn_may_run_layers(one.target, strict=settings.strict))
     one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
     cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
-    with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), cache:
+    with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), unread_draws(), cache:
         compiled = aot_module_simplified(
             gm,
             example_inputs,

@@ -73,11 +73,18 @@ DRAWS: dict[str, Any] = {
     "feature_dropout": lambda x: F.dropout1d(x.unsqueeze(0), 0.5),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5),
     "rrelu": lambda x: F.rrelu(x, training=True),
+    "behind_unread_ones": lambda x: (F.dropout(x), torch.randperm(6), F.dropout(x.sin() * torch.rand(4)))[2],
+    "before_unread_ones": lambda x: (F.dropout(x), torch.randn(3), F.dropout(x.sin()))[0],
+    "behind_unread_dependent_ones": lambda x: (torch.bernoulli(x.sigmoid()), F.dropout(x.sin()))[1],
 }
 
 
 # Draws whose distribution or number depends on values: PyTorch makes them in the midst of the graph.
-DEPENDENT = {"bernoulli": ["aten::bernoulli"], "rrelu": ["aten::rrelu_with_noise_functional"]}
+DEPENDENT = {
+    "bernoulli": ["aten::bernoulli"],
+    "rrelu": ["aten::rrelu_with_noise_functional"],
+    "behind_unread_dependent_ones": ["aten::bernoulli", "aten::native_dropout"],
+}
 
 
 @pytest.mark.parametrize("kind", DRAWS)
