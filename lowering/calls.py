@@ -24,7 +24,7 @@ from ort_backend.lowering.complex_numbers import (
     take_part,
     zeros_like,
 )
-from ort_backend.lowering.constants import as_bool
+from ort_backend.lowering.constants import as_bool, constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.registry import Lowering
@@ -125,6 +125,8 @@ class Calls:
         if isinstance(value, Complex):
             value = value.real
         if isinstance(fake, (torch.Tensor, Part)):
+            if isinstance(value, (int, float)):  # of a number for a tensor, such as `vmap` hands to a cast
+                value = constant(self._op, value, to_ir(fake.dtype))
             if value.dtype is None:
                 value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
             value = self._cast(value, fake.dtype)

@@ -66,6 +66,7 @@ register_linear(aten.fill.Scalar, aten.fill.Tensor, linear=("value",))
 register_linear(aten.scalar_tensor.default, linear=("s",))
 register_linear(
     *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten._efficientzerotensor.default),
+    aten._new_zeros_with_same_feature_meta.default,
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default, aten.eye.default, aten.eye.m),
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.empty_permuted.default),
     *(aten.new_empty.default, aten.new_empty_strided.default, aten.arange.start_step),

@@ -202,6 +202,16 @@ def new_zeros(
     return new_full(op, self, size, 0, dtype)
 
 
+@register(aten._new_zeros_with_same_feature_meta.default, any_dtype=True)
+def new_tangent(op: Any, self: ir.Value, other: ir.Value, self_num_batch_dims: int = 0) -> ir.Value:
+    """_new_zeros_with_same_feature_meta(Tensor self, Tensor other, *, int self_num_batch_dims=0) -> Tensor
+
+    What forward-mode differentiation copies tangents into, to have each lie in memory as `other` does.
+    """
+    assert self.dtype is not None
+    return filled(op, op.Concat(op.Shape(self, start=0, end=self_num_batch_dims), op.Shape(other), axis=0), 0, self.dtype)
+
+
 @register(aten.new_ones.default, any_dtype=True)
 def new_ones(
     op: Any,
