@@ -14,8 +14,8 @@ count of the true ones in int64 along a dimension        700     490
 the same in float32                                      175     175
 ====================================================  ======  ======
 
-PyTorch takes 430 for the cast, 680 for dropout. (These lie in the processor's caches. In steps of a 4-layer GPT with dropout behind each linear layer,
-DropoutGrad took 18.0 ms, the three nodes 16.5.) Two Casts in a row would be 84, but ONNX Runtime makes one of them at any level of optimization.
+PyTorch takes 430 for the cast, 680 for dropout. These lie in the processor's caches: in a step of a 4-layer GPT with dropout behind each linear layer
+DropoutGrad took 18.0 ms, the three nodes 16.5. Two Casts in a row would be 84, but ONNX Runtime makes one of them at any level of optimization.
 """
 
 from __future__ import annotations
