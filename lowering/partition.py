@@ -29,6 +29,7 @@ class JointPartition:
         outputs: The forward's results: nodes and constants.
         gradients: The backward's results: nodes and None.
         saved_primals: Indices of primals whose memory the backward reads, directly or through views.
+        read: Nodes in whose memory, before or after lowering, lies what the backward reads of the forward.
         copied: Nodes that the backward reads, and that lie in copies which the program makes of primals: AOTAutograd does of those it writes to.
         replayed: Indices of primals on which the backward depends at all.
         depends_on: For each gradient, the indices of the tangents that it depends on.
@@ -42,6 +43,7 @@ class JointPartition:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     saved_primals: tuple[int, ...]
+    read: frozenset[fx.Node]
     copied: tuple[fx.Node, ...]
     replayed: tuple[int, ...]
     depends_on: tuple[frozenset[int], ...]
@@ -82,6 +84,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         outputs=tuple(outputs),
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
+        read=frozenset(map(root, taken)),
         copied=tuple(copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
         depends_on=dependencies(calls, tangents, gradients),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -61,12 +61,18 @@ def input_of(position: int, fake: Any, *, as_shape: bool = False, may_be_negated
 class Results:
     """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
 
-    def __init__(self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any], *, views: bool) -> None:
-        """`results`: everything that will be added. `views`: whether views among them are to share memory with what they are views of."""
+    def __init__(
+        self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any], *, views: bool, read: Set[fx.Node] = frozenset()
+    ) -> None:
+        """`results`: everything that will be added. `views`: whether views among them are to share memory with what they are views of.
+
+        `read`: nodes in whose memory lies what the backward reads.
+        """
         self._lowering = lowering
         self._arguments = {node: i for i, node in enumerate(arguments)}
         nodes = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node)]
         self._places = {node: i for i, node in reversed(nodes)} if views else {}
+        self._read = read
         self._sharing = collections.Counter(root(node) for _, node in nodes)
         self._fetches: dict[Any, int] = {}
         self.nodes: list[fx.Node] = []
@@ -102,11 +108,15 @@ class Results:
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
 
     def _reshaped(self, node: fx.Node) -> fx.Node:
-        """The node of which a large result is a reshape, and which shares memory with no other result: PyTorch reshapes it without a copy."""
+        """The node of which a large result is a reshape, and which shares memory with no other result: PyTorch reshapes it without a copy.
+
+        Nor with what the backward reads: AOTAutograd returns such results with a version counter of their own (`_AutogradForwardEpilogue.finalize`,
+        read in torch 2.13), so that the backward would not see that the user has written to one.
+        """
         source = node
         while source.target in _RESHAPES:
             source = source.args[0]  # type: ignore[assignment]
-        if source is node or source.op != "call_function" or self._sharing[root(node)] != 1:
+        if source is node or source.op != "call_function" or self._sharing[root(node)] != 1 or root(node) in self._read:
             return node
         fakes = (node.meta["val"], source.meta["val"])
         are_plain = all(all(isinstance(size, int) for size in one.shape) and one.is_contiguous() for one in fakes)
