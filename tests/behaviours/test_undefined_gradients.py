@@ -130,6 +130,33 @@ def _joint_graph(model: nn.Module, *args: Any, **settings: Any) -> fx.Graph:
     return seen[0].graph
 
 
+@torch.library.custom_op("ort_training_tests::shifted", mutates_args=())
+def shifted(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    return x + by
+
+
+shifted.register_fake(lambda x, by: torch.empty_like(x))
+shifted.register_autograd(
+    lambda ctx, grad: (grad + 0 * ctx.saved_tensors[0], None), setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1])
+)
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_results_of_sizes_that_follow_from_values(chosen: tuple[int, ...]) -> None:
+    def kept(x: torch.Tensor, mask: torch.Tensor, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x[mask]
+        return shifted(rows, by), shifted(rows.sin(), by)
+
+    runner = compiled(kept)
+    for _ in range(2):
+        sides = [torch.arange(6.0, requires_grad=True) for _ in range(2)]
+        for call, x in zip((runner, kept), sides):
+            results = call(x, x.detach() > 2, torch.ones(1))
+            sum(results[i].sum() for i in chosen).backward()  # type: ignore[union-attr]
+        same_gradients([sides[0]], [sides[1]])
+
+
 class Reshaped(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.exp()
