@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ort_backend.lowering.autograd_function import BACKWARD
 
@@ -85,7 +86,7 @@ def _may_be_infinite(gradient: Any) -> bool:
 def _is_from_outside(node: fx.Node) -> bool:
     """Whether a program computes it: the tangent of a result that is not one number, what a user's Function or operator returns."""
     if node.op == "placeholder" and node.name.startswith("tangents"):
-        return getattr(node.meta.get("val"), "numel", lambda: 1)() != 1
+        return not statically_known_true(getattr(node.meta.get("val"), "numel", lambda: 1)() == 1)
     return node.target is BACKWARD or (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN)
 
 

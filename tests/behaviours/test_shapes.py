@@ -217,6 +217,21 @@ def test_a_number_of_elements_that_depends_on_values() -> None:
         same_tree(step(x), function(x))
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_gradient_that_is_zero_in_places_of_a_number_of_rows_that_depends_on_values() -> None:
+    def function(x: torch.Tensor, mask: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (x[mask] @ w).relu()
+
+    step = compiled(function)
+    for count in (3, 1):
+        results = []
+        for side in (step, function):
+            x, w = tensor(5, 4).detach().requires_grad_(), tensor(4, 3, seed=1).detach().requires_grad_()
+            made = side(x, torch.arange(5) < count, w)
+            results.append((made, *torch.autograd.grad(made.sin().sum(), (x, w))))
+        same_tree(*results)
+
+
 def test_scalars_and_empty_dimensions_inside() -> None:
     same_as_eager(lambda x, s: (x * s, s + 1, x[:0], x[:, 3:], s.view(1)), call(tensor(4, 3), torch.tensor(0.3, requires_grad=True)), graphs=1)
 
