@@ -64,10 +64,12 @@ class Hoisted:
 def hoist(graph: fx.Graph) -> Hoisted:
     """Replaces random nodes by placeholders, in place, up to the first one that cannot be."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    # A size that follows from values shows in tangents too, which are not there yet where the forward draws.
+    arguments = [node for node in placeholders if not node.name.startswith("tangents")]
     draws: list[Draw] = []
     random = [node for node in graph.nodes if is_random(node)]
     for i, node in enumerate(random):
-        draw = _draw_of(node, placeholders)
+        draw = _draw_of(node, arguments)
         if draw is None:
             return Hoisted(tuple(draws), tuple(random[i:]))
         inputs = [*placeholders, *(n for n in graph.nodes if "draw" in n.meta)]

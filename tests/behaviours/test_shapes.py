@@ -232,6 +232,22 @@ def test_a_gradient_that_is_zero_in_places_of_a_number_of_rows_that_depends_on_v
         same_tree(*results)
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_dropout_of_a_number_of_rows_that_depends_on_values() -> None:
+    def function(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x[mask].exp(), 0.4)
+
+    step = compiled(function)
+    for count in (3, 0, 5):
+        results = []
+        for side in (step, function):
+            x = tensor(5, 4).detach().requires_grad_()
+            torch.manual_seed(0)
+            made = side(x, torch.arange(5) < count)
+            results.append((made, torch.rand(2), *torch.autograd.grad(made.sin().sum(), x)))
+        same_tree(*results)
+
+
 def test_scalars_and_empty_dimensions_inside() -> None:
     same_as_eager(lambda x, s: (x * s, s + 1, x[:0], x[:, 3:], s.view(1)), call(tensor(4, 3), torch.tensor(0.3, requires_grad=True)), graphs=1)
 
