@@ -47,6 +47,11 @@ def may_be_zero(size: int | torch.SymInt) -> bool:
     return not statically_known_true(size > 0)
 
 
+def have_same_sizes(sizes: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
+    """Whether shapes are known to be equal. Nothing is assumed: of sizes that follow from values nobody could."""
+    return len(sizes) == len(others) and all(statically_known_true(size == other) for size, other in zip(sizes, others))
+
+
 class SymbolicSize(ir.SymbolicDim):
     """A dimension of a dynamic shape under its expression's name, with what torch knows of it.
 

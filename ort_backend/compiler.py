@@ -25,6 +25,7 @@ from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
 from ort_backend.lowering import decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
+from ort_backend.lowering.checkpoints import nothing_to_compute_again
 from ort_backend.lowering.composites import right_losses, whole_operators
 from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
@@ -93,9 +94,10 @@ def ort_training(
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     #    What it has compiled before it finds in its cache.
     whole_layers = decompositions.lstm_as_steps(onednn=onednn_may_run_layers(one.target, strict=settings.strict))
+    unmarked = nothing_to_compute_again(example_inputs)
     one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
     cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
-    with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), unread_draws(), cache:
+    with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), unread_draws(), unmarked, cache:
         compiled = aot_module_simplified(
             gm,
             example_inputs,

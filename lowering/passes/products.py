@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, product_in_bfloat16, pytorch_may_run
-from ort_backend.lowering.symbolic import hint
+from ort_backend.lowering.symbolic import have_same_sizes, hint
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -39,7 +38,7 @@ def _product_of(node: fx.Node) -> torch.dtype | None:
     dtype = node.meta["val"].dtype
     if any(fake.dtype != dtype or fake.layout != torch.strided for fake in (one.meta["val"] for one in node.all_input_nodes)):
         return None
-    return dtype if node.target is aten.mm.default or statically_known_true(_shape(node.args[0]) == _shape(node)[1:]) else None
+    return dtype if node.target is aten.mm.default or have_same_sizes(_shape(node.args[0]), _shape(node)[1:]) else None
 
 
 def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any:

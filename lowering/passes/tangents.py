@@ -6,11 +6,10 @@ tangent for each of the others all the same: zeros as large as the result, that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ort_backend.lowering.symbolic import have_same_sizes
 
 aten = torch.ops.aten
 
@@ -54,16 +53,11 @@ def _other_summand(node: fx.Node, tangent: fx.Node) -> fx.Node | None:
         return None
     result, summand = node.meta["val"], others[0].meta["val"]
     is_reshaped = tangent not in node.args
-    if not isinstance(summand, torch.Tensor) or not fake.dtype == summand.dtype == result.dtype or not _same(summand.shape, result.shape):
+    if not isinstance(summand, torch.Tensor) or not fake.dtype == summand.dtype == result.dtype or not have_same_sizes(summand.shape, result.shape):
         return None
     if is_reshaped and not all(isinstance(size, int) for size in (*fake.shape, *result.shape)):
         return None
-    return others[0] if is_reshaped or _same(fake.shape, result.shape) else None
-
-
-def _same(sizes: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
-    """Whether shapes are known to be equal. Nothing is assumed: of sizes that follow from values nobody could."""
-    return len(sizes) == len(others) and all(statically_known_true(size == other) for size, other in zip(sizes, others))
+    return others[0] if is_reshaped or have_same_sizes(fake.shape, result.shape) else None
 
 
 def _reshaped(node: fx.Node) -> fx.Node:

@@ -244,3 +244,17 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         same_tree(one.grad, other.grad)
     X.grad = None
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("read", [True, False])
+def test_dropout_in_a_checkpoint_that_needs_no_gradient(read: bool, grad: bool) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        dropped = nn.functional.dropout(x, 0.3)
+        return (dropped if read else x).sin()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) + nn.functional.dropout(x, 0.5)
+
+    with torch.set_grad_enabled(grad):
+        same_as_eager(function, call(torch.randn(8, 16)), train=False)
