@@ -24,3 +24,8 @@ def source_of(value: Any) -> Any:
     while isinstance(value, fx.Node) and value.target in REFERENCES:
         value = value.args[0]
     return value
+
+
+def nodes_in(tree: Any) -> list[fx.Node]:
+    """The nodes in nested arguments, in order, each as often as it stands there."""
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]

@@ -24,6 +24,7 @@ from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.fast_loops import use_fast_loops
 from ort_backend.lowering.function_op import FunctionWriter
+from ort_backend.lowering.fx_nodes import nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
@@ -338,7 +339,7 @@ class GraphLowering:
             if isinstance(leaf, torch.Tensor):
                 self._calls.type_of(leaf)
         args, kwargs = self._arguments(node, self.value)
-        fakes = [n.meta["val"] for n in _flat_nodes((node.args, node.kwargs)) if isinstance(self._leaf(n), (ir.Value, Complex))]
+        fakes = [n.meta["val"] for n in nodes_in((node.args, node.kwargs)) if isinstance(self.env.get(n), (ir.Value, Complex))]
         if is_collective(node):
             values, call = self._in_random_order(waited(node.target), title, tuple(args), kwargs, fake, fakes)
         elif is_random(node) or has_effect(node):
@@ -370,9 +371,6 @@ class GraphLowering:
         self._random_order = self._calls.stamp(values.pop(), order)  # type: ignore[arg-type]
         return values, call
 
-    def _leaf(self, node: fx.Node) -> Any:
-        return self.env.get(node)
-
     # -- other kinds of node
 
     def _item(self, node: fx.Node) -> Any:
@@ -398,7 +396,3 @@ def _conjugates(node: fx.Node) -> bool:
 
 def _types(node: ir.Node) -> str:
     return ", ".join(str(value.dtype) for value in node.inputs if value is not None)
-
-
-def _flat_nodes(tree: Any) -> list[fx.Node]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]

@@ -73,14 +73,7 @@ def lower_joint(
     `rewrite` sees the result first; it keeps inputs, outputs and the `YieldOp`.
     """
     graph = module.graph
-    mark_effects(graph)
-    correct_statistics(graph)
-    settle_zeros(graph)
-    drop_relayouts(graph)
-    mark_gradients(graph)
-    select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
-    drop_known_masks(graph)
-    index_rows(graph)
+    _simplify(graph, target)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)
@@ -123,10 +116,8 @@ def lower_joint(
     return TrainingLowering(lowered, plan, partition)
 
 
-def lower_inference(
-    graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
-) -> tuple[LoweredGraph, InferencePlan]:
-    """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
+def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
+    """The passes that come first in every graph, in place."""
     mark_effects(graph)
     correct_statistics(graph)
     settle_zeros(graph)
@@ -135,6 +126,13 @@ def lower_inference(
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
     index_rows(graph)
+
+
+def lower_inference(
+    graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
+) -> tuple[LoweredGraph, InferencePlan]:
+    """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
+    _simplify(graph, target)
     choose_products(graph, target)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
