@@ -204,7 +204,7 @@ class GraphLowering:
         """The finished graph."""
         drop_unread_nodes(self.graph)
         if self.target.device_type == "cpu":
-            use_fast_loops(self.op, self.graph, self._calls.hints)
+            use_fast_loops(self.op, self.graph, self._calls.hints, self.target.threads)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ort_backend.errors import OptionError
 
 OPSETS = range(18, 22)
@@ -85,6 +87,12 @@ class CompileOptions:
         given = self.session_options.get("custom_op_libraries", ())
         _require(isinstance(given, (list, tuple)), "session_options", self.session_options, "such that 'custom_op_libraries' is a list of paths")
         return tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in given)
+
+    @property
+    def threads(self) -> int:
+        """How many threads a kernel runs on: what `session_options` says (0: one for each processor), else as many as PyTorch's."""
+        given = self.session_options.get("intra_op_num_threads", torch.get_num_threads())
+        return (given or os.cpu_count() or 1) if _is_int(given) else 1  # ONNX Runtime will say what is wrong with it
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:

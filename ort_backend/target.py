@@ -31,6 +31,7 @@ class OrtTarget:
         onednn: Whether PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn`).
         mkl: Whether PyTorch's matrix products are MKL's, on a processor that it was made for.
         bfloat16_products: Whether PyTorch's products and convolutions in bfloat16 are oneDNN's, on a processor with instructions for them.
+        threads: How many threads of the host a kernel runs on.
         cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
             captured but never replayed (read in 1.19: `InferenceSession::PartialRun`, which `TrainingAgent` calls).
     """
@@ -46,6 +47,7 @@ class OrtTarget:
     onednn: bool = False
     mkl: bool = False
     bfloat16_products: bool = False
+    threads: int = 1
     cuda_graphs: bool = False
 
     @property

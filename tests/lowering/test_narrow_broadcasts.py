@@ -188,7 +188,7 @@ def test_sizes_without_names_are_not_taken_for_equal() -> None:
     op = Builder(graph).op
     x, y = (op.builder.input(name, ir.DataType.FLOAT, ir.Shape([None, width])) for name, width in (("x", 3), ("y", 1)))
     op.builder.add_output(op.Mul(op.Expand(y, int64s(op, [1, 3])), x), "z")
-    use_fast_loops(op, graph, {})
+    use_fast_loops(op, graph, {}, 1)
     assert [node.op_type for node in graph] == ["Expand", "Mul"]
 
 
