@@ -377,7 +377,9 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries, next(iter(devices), 0))
     captures = settings.cuda_graphs and _can_capture(provider)
     python_op = made.python_op and not captures and not compiled_autograd.is_on()
-    target = dataclasses.replace(made, kernels=kernels, python_op=python_op, cuda_graphs=captures, threads=settings.threads)
+    target = dataclasses.replace(
+        made, kernels=kernels, python_op=python_op, cuda_graphs=captures, threads=settings.threads or torch.get_num_threads()
+    )
     has_onednn = onednn.is_on()
     multiplies_bfloat16 = has_onednn and dense_products.processor_multiplies_bfloat16()
     return dataclasses.replace(target, onednn=has_onednn, mkl=dense_products.mkl_is_at_home(), bfloat16_products=multiplies_bfloat16)

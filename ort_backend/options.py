@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ort_backend.errors import OptionError
 
 OPSETS = range(18, 22)
@@ -89,10 +87,10 @@ class CompileOptions:
         return tuple(os.fspath(path) if isinstance(path, os.PathLike) else path for path in given)
 
     @property
-    def threads(self) -> int:
-        """How many threads a kernel runs on: what `session_options` says (0: one for each processor), else as many as PyTorch's."""
-        given = self.session_options.get("intra_op_num_threads", torch.get_num_threads())
-        return (given or os.cpu_count() or 1) if _is_int(given) else 1  # ONNX Runtime will say what is wrong with it
+    def threads(self) -> int | None:
+        """How many threads `session_options` has a kernel run on, where 0 means one for each processor; None where it does not say."""
+        given = self.session_options.get("intra_op_num_threads")
+        return os.cpu_count() if given == 0 else given if _is_int(given) else None  # what else it is ONNX Runtime will refuse
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | CompileOptions | None) -> CompileOptions:

@@ -46,6 +46,13 @@ def test_by_size(table: None, elements: int, chosen: bool) -> None:
 
 
 @single_session
+@pytest.mark.parametrize("rows, operators", [(512, []), (1024, ["aten::native_layer_norm", "aten::native_layer_norm_backward"])])
+def test_layers_are_normalized_by_pytorch_where_they_are_large(rows: int, operators: list[str]) -> None:
+    norm, weight = nn.LayerNorm(384), torch.randn(384)
+    assert [operator for operator, _, _ in _outside(lambda x: norm(x) * weight, torch.randn(rows, 384))] == operators
+
+
+@single_session
 def test_by_shape_class(table: None) -> None:
     depthwise, dense, narrow = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 2, groups=4)
     x = torch.randn(2, 4, 8, 8)
