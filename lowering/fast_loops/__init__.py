@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering.fast_loops.column_sums import sum_columns
+from ort_backend.lowering.fast_loops.few_pixels import multiply_few_pixels
 from ort_backend.lowering.fast_loops.last_gathers import gather_rows
 from ort_backend.lowering.fast_loops.late_expands import expand_late
 from ort_backend.lowering.fast_loops.long_sums import split_long_sums
@@ -19,7 +20,10 @@ from ort_backend.lowering.fast_loops.transposed_products import transpose_once
 from ort_backend.lowering.fast_loops.transposes import split_transposes
 from ort_backend.lowering.unread import drop_unread_nodes
 
-_PASSES = (expand_late, dequantize_masks, split_long_sums, sum_columns, sum_narrow, align_numbers, repeat_narrow, gather_rows, split_transposes)
+_PASSES = (
+    multiply_few_pixels, expand_late, dequantize_masks, split_long_sums, sum_columns, sum_narrow, align_numbers, repeat_narrow, gather_rows,
+    split_transposes,
+)  # fmt: skip
 
 
 def use_fast_loops(op: Any, graph: ir.Graph, hints: Mapping[str, int | None], threads: int) -> None:
