@@ -14,7 +14,7 @@ _PATTERNS = {
     "normalisation": r"norm(?!al_?$)|welford",
     "loss and softmax": r"softmax|nll_loss|crossentropy|cross_entropy|mse_loss",
     "pooling and resizing": r"pool|^resize$|upsample|interpolate",
-    "Python": r"^pythonop",
+    "in PyTorch": r"^(aten$|pythonop)",
     "reductions": r"^reduce|^sum|^mean|^amax|^amin|^max_|argmax|^prod|^any|^all$|cumsum|^var",
     "copies and layout": r"transpose|copy|^clone|^concat|^cat$|^split|slice|^pad|constant_pad|reshape|expand|tile|^identity|contiguous|^to$|cast|"
     r"^stack|unsqueeze|squeeze|flatten|permute|repeat|^yieldop|reorder",

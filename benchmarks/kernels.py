@@ -187,7 +187,7 @@ def main() -> None:
     console.print(operator_table("ort_training", ours, our_step, arguments.rows))
     for graph in ort_backend.report().graphs:
         if graph.outside:
-            console.print("PythonOp: " + ", ".join(f"{one.operator} x{one.count}" for one in graph.outside))
+            console.print("in PyTorch: " + ", ".join(f"{one.operator} x{one.count}" for one in graph.outside))
     if arguments.nodes:
         console.print(node_table(ours, arguments.nodes))
     console.print(operator_table(arguments.beside, theirs, their_step, arguments.rows))

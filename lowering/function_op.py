@@ -20,7 +20,18 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.function_site import SITES, Reference, Site, Slot
-from ort_backend.lowering.python_op import MS, PythonCall, as_declared, declared, from_carrier, kinds, number_of, release_context, to_carrier
+from ort_backend.lowering.python_op import (
+    MS,
+    PythonCall,
+    as_declared,
+    declared,
+    from_carrier,
+    kinds,
+    number_of,
+    release_context,
+    to_carrier,
+    typed_context,
+)
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
@@ -73,11 +84,11 @@ class FunctionWriter:
             _version=1,
             _outputs=1 + len(call.outputs),
         )
-        made = (made,) if isinstance(made, ir.Value) else tuple(made)
+        context, *given = typed_context((made,) if isinstance(made, ir.Value) else made)
         if number not in self._with_backward:
-            release_context(self._op, made[0])
-        results = as_declared(self._op, made, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.outputs], call.outputs)
-        return [*results, made[0]], made[0]
+            release_context(self._op, context)
+        results = as_declared(self._op, given, [torch.empty((), dtype=r.dtype, device="meta") for r in call.site.behaviour.outputs], call.outputs)
+        return [*results, context], context
 
     def _tangents(self, graph: fx.Graph) -> dict[Any, frozenset[int]]:
         """For each node, which of the backward's tangents it depends on."""
@@ -111,7 +122,7 @@ class FunctionWriter:
             _outputs=len(outputs),
         )
         made = (made,) if isinstance(made, ir.Value) else tuple(made)
-        results = as_declared(self._op, (value(handle), *made), fakes, outputs)
+        results = as_declared(self._op, made, fakes, outputs)
         return results[:-1], made[-1]
 
 

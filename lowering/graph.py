@@ -1,4 +1,4 @@
-"""The loop over FX nodes: each becomes ONNX nodes by its own lowering, by torch_lib's, or one `PythonOp`."""
+"""The loop over FX nodes: each becomes ONNX nodes by its own lowering, by torch_lib's, or one that calls PyTorch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class GraphLowering:
         self.target = target
         self.strict = strict
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": target.opset, MS: 1}, name=name)
-        self.op = Builder(self.graph, target.device_type).op
+        self.op = Builder(self.graph, target.device_type, aten_op=target.aten_op).op
         self.env: dict[fx.Node, Any] = {}
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []
@@ -225,7 +225,7 @@ class GraphLowering:
         """Lowers `call_function` and `get_attr` nodes in order.
 
         Raises:
-            LoweringError: a node cannot be expressed at all, or only as a `PythonOp` under `strict`.
+            LoweringError: a node cannot be expressed at all, or only by PyTorch's kernel under `strict`.
         """
         for node in nodes:
             if node not in self.env and not is_symbolic_number(node):
@@ -348,7 +348,7 @@ class GraphLowering:
             values, call = write_python_op(self.op, _IMPLEMENTATIONS.get(node.target, node.target), title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where, is_choice))
-        log.debug("%s runs as a PythonOp: %s%s", title, reason, at(where))
+        log.debug("%s runs in PyTorch, inside the session: %s%s", title, reason, at(where))
         if isinstance(fake, (tuple, list)):
             return [None if v is None else self._calls.stamp(v, f) for v, f in zip(values, fake)]
         return None if fake is None else self._calls.stamp(values[0], fake)
@@ -363,7 +363,7 @@ class GraphLowering:
         return [None if value is None else self._calls.stamp(value, fake) for value, fake in zip(values, node.meta["val"], strict=True)]
 
     def _in_random_order(self, target: Any, title: str, args: Any, kwargs: Any, fake: Any, fakes: list[Any]) -> tuple[Any, PythonCall]:
-        """A `PythonOp` that draws random numbers: a value from one such node to the next keeps ONNX Runtime from changing their order."""
+        """A node that draws random numbers in PyTorch: a value from one such node to the next keeps ONNX Runtime from changing their order."""
         order = torch.zeros((), dtype=torch.int64)
         results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
         before = self._random_order if self._random_order is not None else constant(self.op, 0, ir.DataType.INT64)

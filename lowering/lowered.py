@@ -9,10 +9,11 @@ import onnx_ir as ir
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.provenance import at
 from ort_backend.lowering.python_op import PythonCall
+from ort_backend.target import ATEN
 
 
 class NotOnOrt(LoweringError):
-    """An operator does not run on ONNX Runtime's own kernels, and may not run as a `PythonOp`; `reason` says why it does not."""
+    """An operator does not run on ONNX Runtime's own kernels, and PyTorch's may not run inside the session; `reason` says why it does not."""
 
     def __init__(self, operator: str, reason: str, where: str) -> None:
         super().__init__(f"{operator} does not run on ONNX Runtime: {reason}{at(where)}")
@@ -42,7 +43,7 @@ class LoweredGraph:
 
     Attributes:
         model: The model; inputs and outputs stand in its graph.
-        python_calls: The callables behind its `PythonOp` nodes.
+        python_calls: The callables behind its `ATen` and `PythonOp` nodes.
         outside: Why each of them is there.
         fx_nodes: Number of FX nodes that compute something.
         onnx_nodes: Number of ONNX nodes.
@@ -61,7 +62,8 @@ class LoweredGraph:
     @property
     def content(self) -> Content:
         """What is in it, for a report."""
-        return Content(self.outside, self.fx_nodes, self.onnx_nodes, self.kept_bytes, self.functions, 1, bool(self.python_calls))
+        python_ops = any(call.op_type != ATEN for call in self.python_calls)
+        return Content(self.outside, self.fx_nodes, self.onnx_nodes, self.kept_bytes, self.functions, 1, python_ops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Content:
         kept_bytes: Bytes that a forward keeps for its backward.
         functions: The users' Functions that it calls.
         sessions: Number of sessions.
-        python_nodes: Whether Python runs inside a session.
+        python_ops: Whether there are `PythonOp` nodes.
     """
 
     outside: tuple[Outside, ...]
@@ -84,9 +86,9 @@ class Content:
     kept_bytes: int
     functions: tuple[str, ...]
     sessions: int
-    python_nodes: bool
+    python_ops: bool
 
     def and_of(self, other: Content) -> Content:
         """Of two parts of a graph together."""
         sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)}
-        return Content(**{**sums, "python_nodes": self.python_nodes or other.python_nodes})
+        return Content(**{**sums, "python_ops": self.python_ops or other.python_ops})

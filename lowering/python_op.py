@@ -1,4 +1,6 @@
-"""FX nodes that run as `com.microsoft::PythonOp`: the ATen kernel itself, inside the session, on the same memory."""
+"""FX nodes that run by PyTorch's kernel itself, inside the session, on the same memory: `org.pytorch.aten::ATen` on the CPU, and
+`com.microsoft::PythonOp` elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.memory_order import arranged, order_for, order_of
-from ort_backend.target import RELEASE
+from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE
 
 MS = "com.microsoft"
 _UNUSED = -1
@@ -32,20 +34,22 @@ _AS_THEY_ARE = frozenset(dtype for dtype in NATIVE if dtype != torch.bool)
 
 @dataclasses.dataclass
 class PythonCall:
-    """A callable behind one `PythonOp` node.
+    """A callable behind one node.
 
     Attributes:
-        name: The node's `func_name`, unique in the process.
+        name: The node's `operator` or `func_name`, unique in the process.
         title: What a person calls it, such as `aten::sort`.
         function: Takes the node's input tensors as ONNX carries them (contiguous, complex as pairs), returns its output tensors likewise.
             None for a user's autograd.Function, which has a backward as well (`function_op`).
         allocates: Whether `function` takes, in front of the tensors, what makes a tensor for its result (`given_memory.Empty`).
+        op_type: The node's.
     """
 
     name: str
     title: str
     function: Callable[..., Sequence[torch.Tensor]] | None
     allocates: bool = False
+    op_type: str = "PythonOp"
 
 
 def unique_name(title: str) -> str:
@@ -216,7 +220,7 @@ def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
 def write_python_op(
     op: Any, target: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, fakes: Sequence[Any]
 ) -> tuple[list[ir.Value | None], PythonCall]:
-    """Writes a `PythonOp` node that calls `target(*args, **kwargs)`.
+    """Writes a node that calls `target(*args, **kwargs)`.
 
     Args:
         op: The builder.
@@ -240,16 +244,21 @@ def write_python_op(
             order = (order_of(like) if _draws(target) else order_for(target, like)) if is_tensor else None
             slots.append(_TensorSlot(position, like.dtype if is_tensor else None, order))
             values.append(argument)
-    if not values:  # a PythonOp has at least one input
+    if not values:  # a PythonOp has at least one input, and of nothing but constants ONNX Runtime would take one for all steps
         values.append(constant(op, 0, ir.DataType.INT64))
         slots.append(_TensorSlot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
     call = make_call(target, title, spec, constants, slots, results)
     outputs = [_output_of(value) for value in results if value is not None]
+    if op.builder.aten_op and outputs:
+        call.op_type = ATEN
+        made = op.ATen(*values, operator=call.name, overload_name="", _domain=ATEN_DOMAIN, _version=1, _outputs=len(outputs))
+        return as_declared(op, [made] if isinstance(made, ir.Value) else made, results, outputs), call
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
-    release_context(op, made if isinstance(made, ir.Value) else made[0])
-    return as_declared(op, made, results, outputs), call
+    context, *given = typed_context((made,) if isinstance(made, ir.Value) else made)
+    release_context(op, context)
+    return as_declared(op, given, results, outputs), call
 
 
 def release_context(op: Any, context: ir.Value) -> None:
@@ -311,10 +320,15 @@ def _attributes(call: PythonCall, values: list[ir.Value], outputs: list[tuple[Ca
     }
 
 
-def as_declared(op: Any, made: Sequence[ir.Value], results: list[Any], outputs: list[tuple[Carrier, int]]) -> list[ir.Value | None]:
-    """The node's outputs with their types, bool again where they were."""
+def typed_context(made: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    """The outputs of a `PythonOp`, of which the first, the autograd context, gets its type."""
     made[0].type, made[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
-    remaining = iter(zip(made[1:], outputs, strict=True))
+    return made
+
+
+def as_declared(op: Any, made: Sequence[ir.Value], results: list[Any], outputs: list[tuple[Carrier, int]]) -> list[ir.Value | None]:
+    """The outputs of a node (without a context) with their types, bool again where they were."""
+    remaining = iter(zip(made, outputs, strict=True))
     values: list[ir.Value | None] = []
     for result in results:
         if result is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-_WITH_EFFECT = ("YieldOp", "PythonOp", "PythonOpGrad")
+from ort_backend.target import ATEN
+
+_WITH_EFFECT = ("YieldOp", ATEN, "PythonOp", "PythonOpGrad")
 
 
 def drop_unread_nodes(graph: ir.Graph) -> None:

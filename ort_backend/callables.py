@@ -49,7 +49,7 @@ def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraini
 
 
 def beside_python(compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunCounts) -> Callable[..., Any]:
-    """`compiled`, as `gm` in eager PyTorch where it is called inside a Python node: ONNX Runtime would wait for itself if it has such nodes, too."""
+    """`compiled`, as `gm` in eager PyTorch where it is called inside a `PythonOp`: ONNX Runtime would wait for itself if it has such nodes, too."""
 
     def call(*args: Any) -> Any:
         if not python_op.inside():

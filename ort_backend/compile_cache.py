@@ -63,7 +63,7 @@ class CompiledModel:
 
     Attributes:
         program: The model.
-        calls: The callables behind its `PythonOp` nodes.
+        calls: The callables behind its `ATen` and `PythonOp` nodes.
     """
 
     program: Program

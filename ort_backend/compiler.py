@@ -303,7 +303,7 @@ class _Compilation:
             *(self._inlined, self._passes(), self._captured, self._from_cache),
         )
         log.info("%s", made.summary())
-        place = "inside the ONNX Runtime session (PythonOp, " if self.target.whole_graphs else "between ONNX Runtime sessions ("
+        place = "inside the ONNX Runtime session (" if self.target.whole_graphs else "between ONNX Runtime sessions ("
         for one in made.outside:
             if not one.is_choice and (one.operator, one.reason) not in _warned:
                 _warned.add((one.operator, one.reason))
@@ -323,7 +323,7 @@ class _Compilation:
         if self._direct is not None and not needs_autograd and direct_call.takes_and_gives_plain_tensors(gm, example_inputs):
             assert training is not None
             call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)
-        if self._content is not None and self._content.python_nodes:
+        if self._content is not None and self._content.python_ops:
             call = beside_python(call, eager, self._counts)
         return verified(call, eager, self.name, self.settings.verify)
 

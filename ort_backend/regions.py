@@ -100,7 +100,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         kept_bytes=_kept_bytes(graph),
         functions=tuple(SITES[node.args[2]].name for node in calls if node.target is FORWARD and not is_backward),  # type: ignore[index]
         sessions=len(models),
-        python_nodes=False,
+        python_ops=False,
     )
     return RegionLowering(models, content, _Writer(graph, plan, regions, draws, first_session).plan())
 

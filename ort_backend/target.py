@@ -9,6 +9,9 @@ from typing import Any
 # The name under which the runtime registers what a node calls that gives up the context of a `PythonOp` without a backward.
 RELEASE = "ort_training.release"
 
+# ONNX Runtime's operator for PyTorch's own operators, and its domain.
+ATEN, ATEN_DOMAIN = "ATen", "org.pytorch.aten"
+
 
 def _every_kernel(node: Any) -> bool:
     return True
@@ -24,6 +27,7 @@ class OrtTarget:
         device_index: Which of its devices.
         training: Whether the installed ONNX Runtime has `TrainingAgent`, `YieldOp` and the `*Grad` kernels.
         python_op: Whether `PythonOp` nodes can run. Not where runs are captured.
+        aten_op: Whether `ATen` nodes can run, which call PyTorch's kernels at half the cost. Asked where `PythonOp` nodes can.
         has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
@@ -41,6 +45,7 @@ class OrtTarget:
     device_index: int = 0
     training: bool = True
     python_op: bool = True
+    aten_op: bool = False
     has_kernel: Callable[[Any], bool] = _every_kernel
     contrib_ops: frozenset[str] = frozenset()
     kernels: str = "measured"

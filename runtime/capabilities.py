@@ -16,7 +16,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import EnvironmentProblem, OptionError
 from ort_backend.runtime import cuda, denormals
-from ort_backend.target import OrtTarget
+from ort_backend.target import ATEN, ATEN_DOMAIN, OrtTarget
 
 MS = "com.microsoft"
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -34,6 +34,12 @@ def has_training() -> bool:
 def has_python_op() -> bool:
     """Whether `PythonOp` nodes can run here."""
     return hasattr(C, "register_forward_runner")
+
+
+@functools.cache
+def has_aten_op() -> bool:
+    """Whether `ATen` nodes can run here, on the CPU."""
+    return hasattr(C, "register_aten_op_executor") and has_contrib_op(ATEN, ATEN_DOMAIN)
 
 
 def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: int = 0) -> OrtTarget:
@@ -60,6 +66,7 @@ def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: i
         device_index=device,
         training=has_training(),
         python_op=has_python_op(),
+        aten_op=provider == CPU_PROVIDER and has_aten_op(),
         has_kernel=functools.partial(has_kernel, provider=provider, opset=opset, libraries=libraries, device=device),
         contrib_ops=_ContribOps(libraries),
     )
@@ -151,7 +158,7 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str
     Raises:
         EnvironmentProblem: ONNX Runtime makes no sessions on that provider.
     """
-    if node.op_type in _CONTROL_FLOW or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
+    if node.op_type in _CONTROL_FLOW or node.domain == ATEN_DOMAIN or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
         return True
     if (node.domain, node.op_type) in _UNSAFE_TO_PROBE:
         return provider == CPU_PROVIDER and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)

@@ -9,6 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ort_backend.target import ATEN
+
 
 def harmful_optimizers(model: ir.Model) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph, by name.
@@ -19,7 +21,7 @@ def harmful_optimizers(model: ir.Model) -> list[str]:
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
     by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
-    large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call a `PythonOp` once, while
+    large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call PyTorch once, while
     the session is made, and free memory that is torch's.
     FuseReluClip, which makes one Clip of a Relu and a Clip, knows no float64 (1.19.2).
     DivMulFusion, which makes a / b of a * (1 / b), crashes where a is a cast of bools (1.19.2).
@@ -90,13 +92,13 @@ def _fills(model: ir.Model) -> Iterator[ir.Shape]:
 
 
 def _folds_too_much(model: ir.Model) -> bool:
-    """Whether an output, or a `PythonOp`, depends on no input, or on the shape of one at most."""
+    """Whether an output, or a node that calls PyTorch, depends on no input, or on the shape of one at most."""
     varying = set(model.graph.inputs)
     for node in model.graph:
         reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
         if reads_values or node.op_type == "YieldOp":
             varying.update(node.outputs)
-    calls = (node for node in model.graph if node.op_type == "PythonOp")
+    calls = (node for node in model.graph if node.op_type in (ATEN, "PythonOp"))
     return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)
 
 

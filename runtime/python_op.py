@@ -60,6 +60,11 @@ def take_error() -> BaseException | None:
     return error
 
 
+def keep_error(error: BaseException) -> None:
+    """Keeps what a callable raised until the run on this thread returns."""
+    _state.error = error
+
+
 def inside() -> bool:
     """Whether this thread is inside a callable: ONNX Runtime holds a mutex then, so that a graph with Python nodes must not run."""
     return _state.depth > 0
@@ -82,7 +87,7 @@ _one_thread = threading.RLock()
 
 @contextlib.contextmanager
 def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None]:
-    """Around a run of a graph that has Python nodes; `fence` orders what they do on PyTorch's stream among what ONNX Runtime does on its own.
+    """Around a run of a graph that has `PythonOp` nodes; `fence` orders what they do on PyTorch's stream among what ONNX Runtime does on its own.
 
     Raises:
         OrtBackendError: this thread is inside such a node.
@@ -104,6 +109,7 @@ class Call(Protocol):
     name: str
     function: Callable[..., Sequence[torch.Tensor]] | None
     allocates: bool
+    op_type: str
 
 
 class Registration:
@@ -191,7 +197,7 @@ def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
             state.fence.to_onnxruntime()
         return values
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
-        state.error = error
+        keep_error(error)
         return []
     finally:
         state.depth -= 1

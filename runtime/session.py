@@ -19,10 +19,12 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm, square_root
+from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
 from ort_backend.runtime.result_memory import memory
+from ort_backend.target import ATEN
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ ORT_ERRORS = (
 )
 
 _profiles = itertools.count()
+
+# Attributes of nodes that hold the name of a callable.
+_CALLED = ("func_name", "operator")
 
 # What TensorFloat-32 concerns.
 _PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
@@ -152,16 +157,18 @@ class Program:
         """The same under another name, with other names for the callables that its Python nodes call."""
         model = onnx.ModelProto.FromString(self.model)
         model.graph.name = name
-        for attribute in (one for node in model.graph.node for one in node.attribute if one.name == "func_name"):
+        for attribute in (one for node in model.graph.node for one in node.attribute if one.name in _CALLED):
             attribute.s = functions.get(attribute.s.decode(), attribute.s.decode()).encode()
         return dataclasses.replace(self, name=name, model=model.SerializeToString())
 
 
 class Session:
-    """An ONNX Runtime session and the Python callables behind its `PythonOp` nodes. It can be closed, and opened again."""
+    """An ONNX Runtime session and the Python callables behind its nodes. It can be closed, and opened again."""
 
     def __init__(self, program: Program, config: SessionConfig, calls: Sequence[Call]) -> None:
-        self._registrations = [Registration(call) for call in calls]
+        self._registrations = [(AtenRegistration if call.op_type == ATEN else Registration)(call) for call in calls]
+        # Whether there are `PythonOp` nodes, in which a thread is alone.
+        self.has_python_ops = any(call.op_type != ATEN for call in calls)
         self._program = program
         self.name = program.name
         self._config = config
@@ -222,7 +229,9 @@ class Session:
     def running(self, state: RunState | None = None) -> contextlib.AbstractContextManager[None]:
         """To be around every run; `state` takes what Python nodes keep for the backward."""
         if not self.on_cuda:
-            return running(state) if self._registrations else contextlib.nullcontext()
+            if self.has_python_ops:
+                return running(state)
+            return torch.no_grad() if self._registrations else contextlib.nullcontext()
         return self._running_on_cuda(state)
 
     @contextlib.contextmanager
@@ -273,11 +282,6 @@ class Session:
             memory.record_stream(self._stream)
         return memory
 
-    @property
-    def has_python_nodes(self) -> bool:
-        """Whether Python runs inside the graph."""
-        return bool(self._registrations)
-
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
         if self._open is not None:
@@ -288,7 +292,7 @@ class Session:
                 memory.release()
 
     def failure(self, error: Exception) -> BaseException:
-        """What to raise for an error of a run: the exception that a `PythonOp`'s body raised, as itself, or a `SessionError`."""
+        """What to raise for an error of a run: the exception that a callable inside raised, as itself, or a `SessionError`."""
         named = re.search(r"Name:'([^']+)'", str(error))
         where = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         return (

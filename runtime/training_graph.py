@@ -145,7 +145,7 @@ class TrainingGraph:
         self._latest = _Latest()
         every = frozenset(one.position for one in plan.tangents)
         # Whether some gradient depends on some of the tangents only, or a user's Function may: then `watch` is to be called.
-        partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_nodes and len(every) > 1)
+        partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_ops and len(every) > 1)
         self.may_be_undefined = plan.tangent_outputs is not None and partial
         self.watches = True
         self.is_differentiable = bool(plan.replayed)
@@ -174,7 +174,7 @@ class TrainingGraph:
         self._owner.watch(args)
         before = _random_state() if hooked and plan.draws else None
         everything = [*args, *(draw(args) for draw in plan.draws)]
-        python = RunState() if self._session.has_python_nodes else None
+        python = RunState() if self._session.has_python_ops else None
         random = _random_state() if plan.draws_inside else None
         held = everything.copy()
         for i in range(len(args)) if computed is None else computed:

@@ -201,7 +201,8 @@ def test_the_interval_of_the_median_is_the_binomial_one(count: int, outside: int
         ("aten::transpose", "views and allocation"),
         ("Transpose", "copies and layout"),
         ("graph_0_cpp_fused_add_native_layer_norm_0", "generated pointwise"),
-        ("PythonOp", "Python"),
+        ("PythonOp", "in PyTorch"),
+        ("ATen", "in PyTorch"),
         ("Gelu", "pointwise"),
     ],
 )

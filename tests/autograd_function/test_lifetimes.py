@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 import ort_backend
 from ort_backend.lowering.function_site import SITES, Context
+from ort_backend.runtime import capabilities
 
 
 class Keeper(Function):
@@ -304,8 +305,10 @@ def test_a_compiled_function_inside_does_not_wait_for_itself(warm: bool) -> None
 
 
 @single_session
-def test_a_graph_module_inside_runs_in_eager_and_is_counted() -> None:
-    """What Dynamo does not stop: the compiled graph itself, called inside a Python node."""
+@pytest.mark.parametrize("aten", [False, True])
+def test_a_graph_module_inside_is_counted(aten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Dynamo does not stop: the compiled graph itself, called inside a `PythonOp`. With such nodes of its own it runs in eager PyTorch."""
+    monkeypatch.setattr(capabilities, "has_aten_op", lambda: aten)
     graphs = []
 
     def keep(gm, example_inputs, **options):
@@ -327,4 +330,5 @@ def test_a_graph_module_inside_runs_in_eager_and_is_counted() -> None:
     before = len(ort_backend.report().graphs)
     compiled = torch.compile(lambda x: Outer.apply(x), backend="ort_training")
     in_time(lambda: torch.testing.assert_close(compiled(torch.eye(3) * 2), torch.full((3,), 2.0)))
-    assert ort_backend.report().graphs[before - 1].counts.eager == 1
+    counts = ort_backend.report().graphs[before - 1].counts
+    assert (counts.eager, counts.forward) == ((0, 2) if aten else (1, 1))
