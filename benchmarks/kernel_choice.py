@@ -1,6 +1,6 @@
 """Times ONNX Runtime's CPU kernels beside PyTorch's, operator by operator and size by size: `python -m benchmarks.kernel_choice [--write]`.
 
-Both run inside a session, PyTorch's in an `ATen` node with all that it costs there, ONNX Runtime's on half precision between casts; one thread. A time
+Both run inside a session, PyTorch's in an `ATen` node with all that costs, ONNX Runtime's on half precision between casts; one thread. A time
 is the smallest CPU time of the thread over many runs, which other processes disturb least. With `--write` the ranges where PyTorch is faster become
 `lowering/kernel_table.py`.
 """
