@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch._prims_common import suggest_memory_format
 
+from ort_backend.lowering import faster_calls, onednn
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
-from ort_backend.lowering.onednn import IMPLEMENTATIONS
 
 aten = torch.ops.aten
 
@@ -33,7 +33,8 @@ _REPLACED = {
     BEHIND: lambda x, gradient: x,  # PyTorch's steps are in order; and what reads a plan from the cache may not know the operator
     aten.native_group_norm_backward.default: _group_norm_backward,
     FORWARD: run_forward,
-    **IMPLEMENTATIONS,
+    **onednn.IMPLEMENTATIONS,
+    **faster_calls.IMPLEMENTATIONS,
 }
 
 

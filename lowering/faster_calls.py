@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ort_backend.lowering import depthwise
+
 aten = torch.ops.aten
 
 
@@ -21,4 +23,8 @@ def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Te
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {aten.native_layer_norm.default: _layer_norm}
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.convolution.default: depthwise.convolution,
+    aten.convolution_backward.default: depthwise.convolution_backward,
+}

@@ -1,0 +1,135 @@
+"""Depthwise convolutions in float32 on the CPU, where each channel has a filter of its own: which kernels run them, and a faster gradient.
+
+ONNX Runtime takes one plane of one image after the other: its time follows their number as well as that of the pixels. oneDNN's kernels take the
+channels side by side. Its gradient of the filters, fast for 3 x 3, is a plain loop for all others (oneDNN's `ref:any` in `ONEDNN_VERBOSE=1`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ort_backend.lowering.symbolic import hint
+
+aten = torch.ops.aten
+
+
+def is_faster_in_pytorch(node: fx.Node) -> bool:
+    """Whether a node is a depthwise convolution, or its backward, that PyTorch's kernels, called as here, run faster than ONNX Runtime's.
+
+    Symbolic sizes count as their example. The times, in microseconds, are lines through those of 160 shapes: filters of 3, 5 and 7 pixels, strides
+    of 1 and 2, planes of 2 x 2 to 56 x 56, batches of 1 to 32; some sequences (AMD EPYC of family 25, model 17; onnxruntime-training 1.19.2, torch
+    2.13). The one for PyTorch has 40 for the node.
+    """
+    args: Any = node.args
+    if node.target is aten.convolution.default:
+        image, weight, dilation, transposed, groups, result = args[0], args[1], args[5], args[6], args[8], node
+    elif node.target is aten.convolution_backward.default:
+        (result, image, weight), dilation, transposed, groups = args[:3], args[6], args[7], args[9]
+    else:
+        return False
+    if not _is_depthwise(image.meta["val"], weight.meta["val"], transposed, groups):
+        return False
+    size, filter_size = [hint(n) for n in image.meta["val"].shape], weight.meta["val"].shape[2:]
+    planes, taps = size[0] * size[1], math.prod(filter_size)
+    pixels = planes * math.prod(map(hint, result.meta["val"].shape[2:]))
+    if node.target is aten.convolution.default:
+        return 0.2 * planes + 0.22e-3 * taps * pixels > 100 + 0.8e-3 * pixels
+    here = 150 + 1.3e-3 * pixels if _has_kernel(size[2:], filter_size, dilation) else 260 + 4e-3 * pixels
+    return (0.2 + 0.018 * taps) * planes + 0.6e-3 * taps * pixels > here
+
+
+def _is_depthwise(image: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:
+    channels = image.shape[1]
+    return (
+        not transposed and 3 <= image.dim() <= 4 and image.dtype is torch.float32 and tuple(weight.shape[:2]) == (channels, 1) and groups == channels
+    )
+
+
+def _has_kernel(size: Any, filter_size: Any, dilation: Any) -> bool:
+    """Whether oneDNN has a kernel for the gradient of the filters: not for planes of 1 or 2 pixels either."""
+    return all(one == 3 for one in filter_size) and all(one == 1 for one in dilation) and min(size) > 2
+
+
+def convolution(
+    image: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+) -> Tensor:
+    """`aten::convolution`, behind a border of zeros where oneDNN makes none."""
+    if image.is_cpu and _is_depthwise(image, weight, transposed, groups):
+        image, padding = _with_border(image, padding)
+    return torch.convolution(image, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def _with_border(image: Tensor, padding: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+    """The image with zeros around it, and what remains of the padding: oneDNN's kernels take borders of up to 6 pixels, no wider than the image.
+
+    For others there is a plain loop: 8 x 144 sequences of 100 numbers and filters of 31 took 2.5 ms, behind a border 0.2.
+    """
+    padding = _for_each(padding, image)
+    if all(border <= min(6, plane) for border, plane in zip(padding, image.shape[2:])):
+        return image, padding
+    return torch.nn.functional.pad(image, [border for border in reversed(padding) for _ in range(2)]), [0] * len(padding)
+
+
+def _for_each(numbers: Sequence[int], image: Tensor) -> Sequence[int]:
+    """One number for each dimension of a plane: an operator may get one for all."""
+    return numbers if len(numbers) == image.dim() - 2 else [*numbers] * (image.dim() - 2)
+
+
+def convolution_backward(
+    grad: Tensor,
+    image: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    mask: Any,
+) -> tuple[Tensor | None, ...]:
+    """`aten::convolution_backward`, with `filter_gradient` where oneDNN has no kernel for it."""
+    call, settings = aten.convolution_backward.default, (bias_sizes, stride, padding, dilation, transposed, output_padding, groups)
+    is_slow = (
+        (mask[1] or mask[2])
+        and image.is_cpu
+        and image.numel() > 0
+        and torch._C._get_mkldnn_enabled()
+        and _is_depthwise(image, weight, transposed, groups)
+        and not _has_kernel(image.shape[2:], weight.shape[2:], dilation)
+    )
+    if not is_slow:
+        return call(grad, image, weight, *settings, mask)
+    of_image = call(grad, image, weight, *settings, [True, False, False])[0] if mask[0] else None
+    of_bias = grad.sum([0, *range(2, grad.dim())]) if mask[2] else None  # which the operator works out together with that of the filters
+    of_filters = filter_gradient(grad, image, weight.shape, stride, padding, dilation) if mask[1] else None
+    return of_image, of_filters, of_bias
+
+
+def filter_gradient(grad: Tensor, image: Tensor, shape: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """The gradient of a depthwise convolution's filters: a depthwise convolution itself, of each plane with the gradient that arrives there, in
+    which strides and dilations have changed places; then summed over the images.
+
+    PyTorch takes 5 to 25 times as long: for 2 x 96 planes of 28 x 28 and filters of 7 x 7 5.8 ms, this 0.3.
+
+    Args:
+        grad: Gradient of the result, (N, C, ...) in float32.
+        image: The convolution's input, (N, C, ...).
+        shape: Of the filters, (C, 1, ...).
+        stride: Of the convolution, one number for each dimension; so are
+        padding: and
+        dilation: its own.
+    """
+    images, channels = image.shape[:2]
+    image, padding = _with_border(image, padding)
+    planes, filters = image.reshape(1, images * channels, *image.shape[2:]), grad.reshape(images * channels, 1, *grad.shape[2:])
+    steps, distances = _for_each(stride, image), _for_each(dilation, image)
+    found = torch.convolution(planes, filters, None, distances, padding, steps, False, [0] * len(padding), images * channels)
+    for d, taken in enumerate(shape[2:], 2):  # a stride that does not divide the image leaves some behind
+        found = found.narrow(d, 0, taken)
+    return found.reshape(images, *shape).sum(0)
