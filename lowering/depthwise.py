@@ -121,9 +121,9 @@ def filter_gradient(grad: Tensor, image: Tensor, shape: Any, stride: Any, paddin
         grad: Gradient of the result, (N, C, ...) in float32.
         image: The convolution's input, (N, C, ...).
         shape: Of the filters, (C, 1, ...).
-        stride: Of the convolution, one number for each dimension; so are
-        padding: and
-        dilation: its own.
+        stride: The convolution's, one number or one for each dimension of a plane.
+        padding: Likewise.
+        dilation: Likewise.
     """
     images, channels = image.shape[:2]
     image, padding = _with_border(image, padding)

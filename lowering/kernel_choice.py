@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering import depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
-from ort_backend.lowering.depthwise import is_faster_in_pytorch
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
@@ -139,7 +139,7 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's convolutions of volumes are faster, and ONNX Runtime has no kernel for their gradients"
     if _multiplies_pairs(node):
         return "PyTorch's kernel takes pairs of real and imaginary parts as they lie in memory"
-    if target.onednn and is_faster_in_pytorch(node):
+    if target.onednn and depthwise.is_faster_in_pytorch(node):
         return "oneDNN's kernels take the channels of all images side by side"
     if _finds_positions(node):
         return "PyTorch's kernel for channels side by side is faster at this size"

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering import dense_products
+from ort_backend.lowering import dense_products, faster_calls
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
@@ -27,6 +27,7 @@ _UNUSED = -1
 _names = itertools.count()
 
 _CHOSEN_FOR_SPEED = {key.split()[0] for key in FASTER_IN_PYTORCH}
+_IN_THEIR_PLACE = {*dense_products.IMPLEMENTATIONS.values(), *faster_calls.IMPLEMENTATIONS.values()}
 
 # A contiguous tensor of these is its own carrier. DLPack hands bool tensors over as bytes.
 _AS_THEY_ARE = frozenset(dtype for dtype in NATIVE if dtype != torch.bool)
@@ -167,7 +168,7 @@ def _returns_new_memory(target: Any) -> bool:
 
     A schema does not tell: `aten::_conj_physical`, which has none of a view, returns a real argument itself.
     """
-    return str(target) in _CHOSEN_FOR_SPEED or target in dense_products.IMPLEMENTATIONS.values()
+    return str(target) in _CHOSEN_FOR_SPEED or target in _IN_THEIR_PLACE
 
 
 def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

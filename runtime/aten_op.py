@@ -59,11 +59,7 @@ def _execute(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: i
     try:
         arrived = _Pointers.from_address(tensors)[:inputs] if inputs else ()
         made = _callables[name](*[_from_dlpack(_new_capsule(one, _TENSOR, None)) for one in arrived])
-        given = _Pointers.from_address(results)
-        for i in range(outputs):
-            capsule = _to_dlpack(made[i])
-            given[i] = _pointer(capsule, _TENSOR)
-            _rename(capsule, _TAKEN)
+        _give([made[i] for i in range(outputs)], results)
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         keep_error(error)
         _refuse(outputs, results)
@@ -71,9 +67,12 @@ def _execute(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: i
 
 def _refuse(outputs: int, results: int) -> None:
     """Lets ONNX Runtime end the run: the kernel cannot be told of an error, but takes contiguous tensors only."""
+    _give([torch.empty(2, 2).t()] * outputs, results)
+
+
+def _give(tensors: Sequence[torch.Tensor], results: int) -> None:
     given = _Pointers.from_address(results)
-    for i in range(outputs):
-        capsule = _to_dlpack(torch.empty(2, 2).t())
+    for i, capsule in enumerate([_to_dlpack(tensor) for tensor in tensors]):
         given[i] = _pointer(capsule, _TENSOR)
         _rename(capsule, _TAKEN)
 
