@@ -86,6 +86,8 @@ def activations(n: int) -> Iterator[Case]:
     for op in (aten.hardshrink_backward, aten.softshrink_backward):
         yield op.default, (g, x, 0.5), {}
     yield aten.hardtanh_backward.default, (g, x, -1.0, 1.0), {}
+    yield aten.leaky_relu.default, (x, 0.01), {}
+    yield aten._prelu_kernel.default, (x, rand(1)), {}
     yield aten.elu_backward.default, (g, 1.0, 1.0, 1.0, False, x), {}
     yield aten.softplus_backward.default, (g, x, 1.0, 20.0), {}
     for op in (aten.smooth_l1_loss, aten.huber_loss):
@@ -138,6 +140,8 @@ def rows(n: int) -> Iterator[Case]:
     yield aten._log_softmax_backward_data.default, (g, y.log(), -1, x.dtype), {}
     for op in (aten.amax, aten.sum.dim_IntList, aten.mean.dim):
         yield getattr(op, "default", op), (x, [-1], True), {}
+    yield aten.glu.default, (x, -1), {}
+    yield aten.glu_backward.default, (g[:, : width // 2].contiguous(), x, -1), {}
     yield aten.cumsum.default, (x, -1), {}
     yield aten.cumprod.default, (x, -1), {}
     labels = torch.randint(0, width, (n // width,))
@@ -261,6 +265,21 @@ def attentions(n: int) -> Iterator[Case]:
             yield aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (g, q, k, v, out, logsumexp, 0.0, causal), {}
 
 
+def indices(n: int) -> Iterator[Case]:
+    """Slices added at indices along other dimensions than the first, or moved, in tensors of `n` elements; elements taken or put at `n` indices."""
+    for shape, dim in (((n // 256, 256), 1), ((n // 1024, 64, 16), 1), ((n // 1024, 64, 16), 2), ((n // 1024, 16, 64), 1), ((n // 1024, 16, 64), 2)):
+        x, half = rand(shape), torch.randperm(shape[dim])[: shape[dim] // 2]
+        part = x.index_select(dim, half)
+        yield aten.index_add.default, (x, dim, half, part), {}
+        yield aten.slice_backward.default, (part, list(shape), dim, 0, shape[dim], 2), {}
+        yield aten.roll.default, (x, [3], [dim]), {}
+    for width in (16, 256):
+        x, index = rand(n // width, width), torch.randint(0, width, (n // width, width))
+        yield aten.gather.default, (x, 1, index), {}
+        for op in (aten.scatter_add.default, aten.scatter.src):
+            yield op, (x, 1, index, rand(index.shape)), {}
+
+
 def steps(n: int) -> Iterator[Case]:
     """What ONNX Runtime computes step by step, or in hundreds of nodes, on `n` elements: `kernel_choice.IN_STEPS`."""
     for op, shape in itertools.product((aten.cummax.default, aten.cummin.default), ((n,), (max(n // 256, 1), 256), (256, max(n // 256, 1)))):
@@ -297,6 +316,7 @@ KINDS: dict[str, Callable[[int], Iterator[Case]]] = {
     "signals": signals,
     "convolutions": convolutions,
     "attentions": attentions,
+    "indices": indices,
     "steps": steps,
     "casts": casts,
 }

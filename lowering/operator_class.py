@@ -24,6 +24,9 @@ _OF_BATCHES = {
     aten.native_batch_norm_backward.default: 1,
 }
 
+# What takes or puts an element for each index, and which argument has these: their number is the size.
+_BY_INDEX = {aten.gather.default: 2, aten.scatter_add.default: 2, aten.scatter.src: 2}
+
 # Elements along a dimension up to which they are few for a softmax.
 _FEW = 24
 
@@ -57,6 +60,10 @@ def operator_class(node: fx.Node) -> str:
         shape = node.meta["val"].shape
         behind = math.prod(map(hint, shape[max((dim % len(shape) for dim in dims), default=-1) + 1 :]))
         return f"{name} rows" if behind < _BLOCK else name
+    if node.target is aten.index_add.default:
+        return f"{name} first" if node.args[1] in (0, -node.meta["val"].dim()) else name
+    if node.target is aten.slice_backward.default:
+        return f"{name} strided" if node.args[5] != 1 else name
     if node.target is aten.div.Tensor_mode:
         return f"{name} {node.kwargs.get('rounding_mode')}"
     if node.target is aten._to_copy.default:
@@ -118,8 +125,12 @@ def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:
     """Elements of the largest tensor among the node's inputs and results, and the dtype of the large ones among its floating point inputs.
 
     Small ones may have another dtype, as the parameters of a normalization under autocast. A node without any large ones counts as one of float32.
-    None where a size is unknown, and for dtypes that the table does not know.
+    What takes an element for each index counts these, and the dtype of all. None where a size is unknown, and for dtypes that the table does not know.
     """
+    if node.target in _BY_INDEX:
+        source, indices = (node.args[i].meta["val"] for i in (0, _BY_INDEX[node.target]))  # type: ignore[union-attr, index]
+        count = elements_of(indices)
+        return None if count is None or source.dtype not in _DTYPES else (count, source.dtype)
     leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sizes = [elements_of(tensor) for tensor in tensors]

@@ -35,6 +35,7 @@ from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
+from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tangents import loosen_tangents
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -126,6 +127,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
     index_rows(graph)
+    add_blocks(graph)
 
 
 def lower_inference(

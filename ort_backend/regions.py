@@ -35,6 +35,7 @@ from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
+from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
@@ -76,6 +77,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
     index_rows(graph)
+    add_blocks(graph)
     draws = hoist(graph).draws
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
     refused: dict[fx.Node, str] = {}

@@ -14,6 +14,7 @@ from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.ops.shape import dim_name
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.strides import in_blocks
 from ort_backend.lowering.symbolic import as_vector, name_of
 
 aten = torch.ops.aten
@@ -200,20 +201,23 @@ def unbind(op: Any, self: ir.Value, dim: int = 0) -> Sequence[ir.Value]:
 
 # -- memory addressed by strides
 
-_INDEX_UP_TO = 1 << 20  # elements that a constant index may have
+_INDEX_UP_TO = 1 << 20  # blocks that a constant index may have
 
 
-def _addresses(size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None) -> torch.Tensor:
-    """The place in memory of each element."""
+def _addresses(total: int, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None) -> tuple[int, torch.Tensor]:
+    """The elements of a block (`in_blocks`), and the place in memory of each block."""
     numbers = [*size, *stride, 0 if storage_offset is None else storage_offset]
     if any(isinstance(number, ir.Value) for number in numbers):
         raise Unsupported("dynamic sizes or strides")
-    if math.prod(size) > _INDEX_UP_TO:  # type: ignore[operator]
-        raise Unsupported("more elements than a constant index may have")
-    places = torch.full(list(size), numbers[-1])  # type: ignore[arg-type]
-    for at, (count, step) in enumerate(zip(size, stride)):
-        places += (torch.arange(count) * step).reshape([-1] + [1] * (len(size) - at - 1))  # type: ignore[arg-type]
-    return places
+    block, counts, steps, first = in_blocks(total, size, stride, numbers[-1])  # type: ignore[arg-type]
+    if math.prod(counts) > _INDEX_UP_TO:
+        raise Unsupported("more blocks than a constant index may have")
+    places = torch.full(counts, first)
+    for at, (count, step) in enumerate(zip(counts, steps)):
+        places += (torch.arange(count) * step).reshape([-1] + [1] * (len(counts) - at - 1))
+    if places.numel() and int(places.max()) * block >= total:
+        raise Unsupported("an address outside of the tensor")
+    return block, places
 
 
 def _in_order(places: torch.Tensor) -> bool:
@@ -223,13 +227,14 @@ def _in_order(places: torch.Tensor) -> bool:
 @register(aten.as_strided.default, any_dtype=True, whole_storage=("self",))
 def as_strided(op: Any, self: ir.Value, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None) -> ir.Value:
     """as_strided(Tensor(a) self, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor(a)"""
-    places = _addresses(size, stride, storage_offset)
     total = math.prod(sizes(self) or [])
-    if places.numel() and int(places.max()) >= total:
-        raise Unsupported("an address outside of the tensor")
-    if places.numel() == total and _in_order(places):
+    block, places = _addresses(total, size, stride, storage_offset)
+    if places.numel() * block == total and _in_order(places):
         return op.Reshape(self, int64s(op, size), allowzero=1)  # type: ignore[arg-type]
-    return op.Gather(op.Reshape(self, int64s(op, [-1])), constant(op, places.numpy(), ir.DataType.INT64), axis=0)
+    if block == 1:
+        return op.Gather(op.Reshape(self, int64s(op, [-1])), constant(op, places.numpy(), ir.DataType.INT64), axis=0)
+    found = op.Gather(op.Reshape(self, int64s(op, [-1, block])), constant(op, places.numpy(), ir.DataType.INT64), axis=0)
+    return op.Reshape(found, int64s(op, size))  # type: ignore[arg-type]
 
 
 @register(aten.as_strided_scatter.default, any_dtype=True, whole_storage=("self",))
@@ -237,16 +242,15 @@ def as_strided_scatter(
     op: Any, self: ir.Value, src: ir.Value, size: Sequence[Size], stride: Sequence[Size], storage_offset: Size | None = None
 ) -> ir.Value:
     """as_strided_scatter(Tensor self, Tensor src, SymInt[] size, SymInt[] stride, SymInt? storage_offset=None) -> Tensor"""
-    places = _addresses(size, stride, storage_offset)
     known = sizes(self) or []
-    if places.numel() and int(places.max()) >= math.prod(known):
-        raise Unsupported("an address outside of the tensor")
+    total = math.prod(known)
+    block, places = _addresses(total, size, stride, storage_offset)
     if places.unique().numel() != places.numel():
         raise Unsupported("elements that overlap")
     if src.dtype != self.dtype:
         src = op.Cast(src, to=self.dtype)
-    if places.numel() == math.prod(known) and _in_order(places):
+    if places.numel() * block == total and _in_order(places):
         return op.Reshape(src, int64s(op, known), allowzero=1)
-    flat = op.Reshape(self, int64s(op, [-1]))
-    rows = constant(op, places.reshape(-1, 1).numpy(), ir.DataType.INT64)
-    return op.Reshape(op.ScatterND(flat, rows, op.Reshape(src, int64s(op, [-1]))), int64s(op, known), allowzero=1)
+    rows = int64s(op, [-1] if block == 1 else [-1, block])
+    at = constant(op, places.reshape(-1, 1).numpy(), ir.DataType.INT64)
+    return op.Reshape(op.ScatterND(op.Reshape(self, rows), at, op.Reshape(src, rows)), int64s(op, known), allowzero=1)
