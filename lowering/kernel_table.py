@@ -340,7 +340,10 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten.xlogy.Tensor in float16": ((32768, 16777216, 1.4),),
     "aten._native_batch_norm_legit_functional.default in bfloat16": ((131072, 4194304, 2.4),),
     "aten._native_batch_norm_legit_functional.default in float16": ((32768, 4194304, 7.1),),
-    "aten.bmm.default in bfloat16": ((32768, 65536, 1.7), (65536, 4194304, 2.9),),
+    "aten.bmm.default in bfloat16": (
+        (32768, 65536, 1.7),
+        (65536, 4194304, 2.9),
+    ),
     "aten.convolution.default depthwise 3 in bfloat16": ((131072, 4194304, 1.5),),
     "aten.convolution.default depthwise 3x3 in bfloat16": ((127770, 4114432, 2.6),),
     "aten.convolution.default depthwise 7x7 in bfloat16": ((28049, 4114432, 6.7),),

@@ -125,10 +125,10 @@ def size_of(node: fx.Node) -> tuple[int, torch.dtype] | None:
     """Elements of the largest tensor among the node's inputs and results, and the dtype of the large ones among its floating point inputs.
 
     Small ones may have another dtype, as the parameters of a normalization under autocast. A node without any large ones counts as one of float32.
-    What takes an element for each index counts these, and the dtype of all. None where a size is unknown, and for dtypes that the table does not know.
+    What takes an element for each index counts these, and the dtype of all. None where a size is unknown, and for dtypes not in the table.
     """
     if node.target in _BY_INDEX:
-        source, indices = (node.args[i].meta["val"] for i in (0, _BY_INDEX[node.target]))  # type: ignore[union-attr, index]
+        source, indices = (node.args[i].meta["val"] for i in (0, _BY_INDEX[node.target]))  # type: ignore[union-attr]
         count = elements_of(indices)
         return None if count is None or source.dtype not in _DTYPES else (count, source.dtype)
     leaves = torch.utils._pytree.tree_leaves([one.meta.get("val") for one in (*node.all_input_nodes, node)])

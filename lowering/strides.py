@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def in_blocks(total: int, size: Sequence[int], stride: Sequence[int], offset: int) -> tuple[int, list[int], list[int], int]:
-    """The largest blocks that memory of `total` elements and what is addressed in it both consist of: elements of one, and the rest counted in blocks.
+    """The largest blocks that memory of `total` elements and what is addressed in it both consist of.
 
     Overlapping windows over rows, as in sliding attention, take some thousand elements with each address.
 

@@ -160,8 +160,8 @@ def same_tree(actual: Any, expected: Any, where: str = "result", rtol: float = R
 
 
 def same_gradients(actual: Any, expected: Any, where: str = "gradient", rtol: float = RTOL, atol: float = ATOL) -> None:
-    """Asserts equal `.grad` of tensors in order, None exactly where `expected` has None."""
-    pairs = list(zip(actual, expected, strict=True))
+    """Asserts equal `.grad` of a tensor or of several in order, None exactly where `expected` has None."""
+    pairs = list(zip(*([one] if isinstance(one, torch.Tensor) else one for one in (actual, expected)), strict=True))
     for i, (one, other) in enumerate(pairs):
         assert (one.grad is None) == (other.grad is None), f"{where} {i}: {one.grad} instead of {other.grad}"
         if other.grad is not None:

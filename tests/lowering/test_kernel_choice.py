@@ -140,11 +140,42 @@ def test_symbolic_sizes_count_as_their_example(table: None) -> None:
         (lambda x: x.flip([0, 2]), "aten.flip.default rows"),
         (lambda x: torch.div(x, 3.5, rounding_mode="floor"), "aten.div.Tensor_mode floor"),
         (lambda x: x**3.0, "aten.pow.Tensor_Scalar 3.0"),
+        (lambda x: x.index_add(0, torch.tensor([1]), x[:1]), "aten.index_add.default first"),
+        (lambda x: x.index_add(1, torch.tensor([1]), x[:, :1]), "aten.index_add.default"),
+        (lambda x: torch.ops.aten.slice_backward(x, [2, 6, 4], 1, 0, 6, 2), "aten.slice_backward.default strided"),
+        (lambda x: torch.ops.aten.slice_backward(x, [2, 6, 4], 1, 0, 3, 1), "aten.slice_backward.default"),
     ],
 )
 def test_classes_of_operators(function: Any, expected: str) -> None:
     classes = {operator_class.operator_class(node) for node in trace(function, [torch.randn(2, 3, 4)]).graph.nodes if node.op == "call_function"}
     assert expected in classes
+
+
+PLACES = torch.randint(0, 64, (1024, 32), generator=torch.Generator().manual_seed(0))
+
+
+@single_session
+@pytest.mark.parametrize(("rows", "chosen"), [(1024, {"aten::gather", "aten::scatter_add"}), (512, {"aten::scatter_add"}), (128, set())])
+def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str]) -> None:
+    outside = _outside(lambda x: x.gather(1, PLACES[:rows]) * 2, torch.randn(8192, 64))  # whose gradient is added into all of `x`
+    assert {operator for operator, _, _ in outside} == chosen
+
+
+@single_session
+@pytest.mark.parametrize(
+    ("function", "shape", "chosen"),
+    [
+        (lambda x: nn.functional.glu(x, 1) * 2, (512, 64, 32), ["aten::glu", "aten::glu_backward"]),
+        (lambda x: nn.functional.leaky_relu(x) * 2, (512, 512), ["aten::leaky_relu", "aten::leaky_relu_backward"]),
+        (lambda x: x.roll(3, 1) * 2, (512, 64, 32), ["aten::roll"]),
+        (lambda x: x[:, 1::2] * 2, (512, 64, 32), ["aten::slice_backward"]),
+        (lambda x: x.index_select(1, PLACES[0]) * 2, (512, 64, 32), ["aten::index_add"]),
+        (lambda x: x.scatter(1, PLACES[:512], x[:, :32]) * 2, (512, 64), ["aten::scatter.src"]),
+    ],
+    ids=["glu", "leaky_relu", "roll", "slice", "index_select", "scatter"],
+)
+def test_large_tensors_by_pytorchs_kernels(function: Any, shape: tuple[int, ...], chosen: list[str]) -> None:
+    assert [operator for operator, _, _ in _outside(function, torch.randn(shape))] == chosen
 
 
 def test_float64_is_not_in_the_table(table: None) -> None:
