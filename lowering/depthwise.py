@@ -18,12 +18,12 @@ from ort_backend.lowering.symbolic import hint
 aten = torch.ops.aten
 
 
-def is_faster_in_pytorch(node: fx.Node) -> bool:
+def is_faster_in_pytorch(node: fx.Node, margin: float = 0) -> bool:
     """Whether a node is a depthwise convolution, or its backward, that PyTorch's kernels, called as here, run faster than ONNX Runtime's.
 
     Symbolic sizes count as their example. The times, in microseconds, are lines through those of 160 shapes: filters of 3, 5 and 7 pixels, strides
     of 1 and 2, planes of 2 x 2 to 56 x 56, batches of 1 to 32; some sequences (AMD EPYC of family 25, model 17; onnxruntime-training 1.19.2, torch
-    2.13). The one for PyTorch has 40 for the node.
+    2.13). The one for PyTorch has 40 for the node, and must be less by `margin`.
     """
     args: Any = node.args
     if node.target is aten.convolution.default:
@@ -38,9 +38,9 @@ def is_faster_in_pytorch(node: fx.Node) -> bool:
     planes, taps = size[0] * size[1], math.prod(filter_size)
     pixels = planes * math.prod(map(hint, result.meta["val"].shape[2:]))
     if node.target is aten.convolution.default:
-        return 0.2 * planes + 0.22e-3 * taps * pixels > 100 + 0.8e-3 * pixels
+        return 0.2 * planes + 0.22e-3 * taps * pixels > 100 + 0.8e-3 * pixels + margin
     here = 150 + 1.3e-3 * pixels if _has_kernel(size[2:], filter_size, dilation) else 260 + 4e-3 * pixels
-    return (0.2 + 0.018 * taps) * planes + 0.6e-3 * taps * pixels > here
+    return (0.2 + 0.018 * taps) * planes + 0.6e-3 * taps * pixels > here + margin
 
 
 def _is_depthwise(image: Tensor, weight: Tensor, transposed: bool, groups: int) -> bool:

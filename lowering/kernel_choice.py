@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import depthwise
+from ort_backend.lowering import dense_convolutions, depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
@@ -53,6 +53,12 @@ _FAR_FASTER = {
     aten.cumprod.default, aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.div.Tensor_mode,
 }  # fmt: skip
 _FAR_LARGER = 65536
+
+# Microseconds that a node of PyTorch's costs inside a session where its Python is in no cache, beyond what it costs where it is; and what one costs
+# between two sessions, with the session behind it.
+_NODE = 30.0
+_SESSIONS = 60.0
+_MULTIPLICATION = 1.5e-5  # by oneDNN
 
 # What oneDNN has kernels in bfloat16 for, where the processor has instructions.
 _PRODUCTS = {aten.convolution.default, aten.convolution_backward.default, aten.bmm.default}
@@ -141,6 +147,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "PyTorch's kernel takes pairs of real and imaginary parts as they lie in memory"
     if target.onednn and depthwise.is_faster_in_pytorch(node):
         return "oneDNN's kernels take the channels of all images side by side"
+    if target.onednn and (dense := dense_convolutions.is_faster_in_pytorch(node, _NODE)) is not None:
+        return "oneDNN's kernels read each filter once for all images" if dense else None
     if _finds_positions(node):
         return "PyTorch's kernel for channels side by side is faster at this size"
     if (found := size_of(node)) is None:
@@ -179,11 +187,27 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return False
     if (found := size_of(node)) is not None and found[1] is not torch.float32:
         return _far_faster_in_half(node, *found, target)
+    if node.target is aten.convolution.default:
+        return target.onednn and _is_far_faster_convolution(node, found)
+    if _finds_positions(node):
+        return True
     if node.target not in _FAR_FASTER and not node.meta.get(SELECTS):
         return False
     if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":  # others are quotients, rounded at once
         return False
     return found is not None and found[0] >= _FAR_LARGER
+
+
+def _is_far_faster_convolution(node: fx.Node, found: tuple[int, torch.dtype] | None) -> bool:
+    if (dense := dense_convolutions.is_faster_in_pytorch(node, _SESSIONS)) is not None:
+        return dense
+    if depthwise.is_faster_in_pytorch(node, _SESSIONS):
+        return True
+    if found is None or found[1] is not torch.float32 or node.args[6] or (ratio := _ratio(table_key(node, found[1]), found[0])) is None:
+        return False
+    weight: Any = node.args[1]
+    filters = math.prod(map(hint, weight.meta["val"].shape[1:]))
+    return (ratio - 1) * (elements_of(node.meta["val"]) or 0) * filters * _MULTIPLICATION > _SESSIONS
 
 
 def _far_faster_in_half(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarget) -> bool:
