@@ -50,7 +50,7 @@ def is_faster_in_pytorch(node: fx.Node, margin: float = 0) -> bool | None:
     times = _TIMES.get((node.target, stride[0])) if len({*stride}) == 1 else None
     if times is None or filters.dtype is not torch.float32 or tuple(filters.shape[2:]) != (3, 3) or transposed or groups != 1 or {*dilation} != {1}:
         return None
-    if any(hint(channels) % _BLOCK for channels in filters.shape[:2]):
+    if any(not isinstance(channels, int) or channels % _BLOCK for channels in filters.shape[:2]):
         return None
     before, behind = ([hint(size) for size in one.meta["val"].shape] for one in (image, result))
     counts = _counts(before, behind)
