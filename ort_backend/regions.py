@@ -24,8 +24,8 @@ from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.memory_order import storage_order
-from ort_backend.lowering.partition import dependencies
+from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
+from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -146,6 +146,7 @@ class _Regions:
 
     def __init__(self, graph: fx.Graph, plan: Schedule, target: OrtTarget, name: str) -> None:
         self._graph, self._plan, self._target = graph, plan, target
+        self._free = frozenset(node for node in plan.free if not self._lies_in_order(node))
         read = _read_outside(graph, plan)
         several = sum(step.on_ort for step in plan.steps) > 1
         self.of_step: dict[int, _Region] = {}
@@ -167,7 +168,7 @@ class _Regions:
     def _lower_alone(self, step: Step, name: str) -> tuple[GraphLowering, list[fx.Node]]:
         """A region by itself, and what it takes: in the lowering of a graph with several it cannot be told which nodes are whose."""
         inside = set(step.nodes)
-        inputs = [node for node in frontier([s for n in step.nodes for s in n.all_input_nodes], self._plan.free) if node not in inside]
+        inputs = [node for node in frontier([s for n in step.nodes for s in n.all_input_nodes], self._free) if node not in inside]
         lowering = GraphLowering(self._target, name, strict=True)
         for node in inputs:
             fake = node.meta["val"]
@@ -175,7 +176,7 @@ class _Regions:
                 lowering.add_input(node, node.name)
             else:
                 lowering.bind(node, fake)
-        for node in sorted([*step.nodes, *between(step.nodes, self._plan.free)]):
+        for node in sorted([*step.nodes, *between(step.nodes, self._free)]):
             try:
                 lowering.run([node])
             except NotOnOrt as refusal:
@@ -183,6 +184,22 @@ class _Regions:
             except LoweringError as refusal:
                 raise _Refused(node, str(refusal).split("\n")[0]) from None
         return lowering, inputs
+
+    def _lies_in_order(self, node: fx.Node) -> bool:
+        """Whether a view of what no session makes is in order, and what it is taken from is not: rows of pixels, of a picture in `channels_last`.
+
+        A session takes what is in order without a copy, and would have to lay the other out anew, and the view once more.
+        """
+        source: Any = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or node.target in READS_STRIDES or not all(_is_real_tensor(one.meta.get("val")) for one in (node, source)):
+            return False
+        base = root(node, through_copies=False)
+        made_outside = base in self._plan.reasons or base.op == "placeholder"
+        return made_outside and order_of(node.meta["val"]) is None and order_of(source.meta["val"]) is not None
+
+
+def _is_real_tensor(fake: Any) -> bool:
+    return isinstance(fake, torch.Tensor) and not fake.is_complex()
 
 
 def _region(lowering: GraphLowering, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> _Region:
