@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -52,9 +53,16 @@ def _processor() -> str:
 
 def _version(name: str) -> str | None:
     try:
-        return importlib.metadata.version(name)
+        found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+    return None if name.startswith("onnxruntime") and not _is_imported(found) else found.version
+
+
+def _is_imported(package: importlib.metadata.Distribution) -> bool:
+    """Whether this distribution of ONNX Runtime is the one that is imported: an environment over another sees that one's as well."""
+    found = importlib.util.find_spec("onnxruntime")
+    return found is not None and found.origin is not None and Path(found.origin).parent == Path(str(package.locate_file("onnxruntime")))
 
 
 def _compiler() -> str | None:

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
 import psutil
 import pytest
 import torch
 from torch import fx
 
-from benchmarks import compare, measure, operators, process, report, suite
+from benchmarks import compare, machine, measure, operators, process, report, suite
 from benchmarks.families import family
 from benchmarks.models import DEFAULT, QUICK, WORKLOADS
 
@@ -231,3 +232,8 @@ def test_functions_of_operators_have_gradients() -> None:
         for name, (function, inputs) in kind():
             leaves = [one.detach().requires_grad_() for one in inputs]
             assert function(*leaves).requires_grad, name
+
+
+def test_the_machine_has_the_onnx_runtime_that_is_imported() -> None:
+    packages = machine.describe("cpu")["packages"]
+    assert [version for name, version in packages.items() if name.startswith("onnxruntime")] == [onnxruntime.__version__]
