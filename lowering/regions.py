@@ -23,6 +23,7 @@ from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
+from ort_backend.lowering.ops.convolution import is_pointwise
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.target import OrtTarget
@@ -198,7 +199,7 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
     if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
         return True
     if node.target is aten.convolution_backward.default:
-        return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node)
+        return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node) and not _is_pointwise_convolution(node)
     if far_faster_in_pytorch(node, target):
         return True
     return slow_in_steps(node, target) or slow_as_products(node, target) or (slow_kernels_may_go(target) and is_volume_convolution(node))
@@ -208,6 +209,13 @@ def _is_small_convolution(node: fx.Node) -> bool:
     gradient, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
     products = math.prod(symbolic.hint(size) for size in (*gradient.shape, *weight.shape[1:]))
     return bool(node.args[9] == 1 and weight.dim() < 5 and products < _SMALL_CONVOLUTION)
+
+
+def _is_pointwise_convolution(node: fx.Node) -> bool:
+    weight, stride, padding, transposed, groups = (node.args[i] for i in (2, 4, 5, 7, 9))
+    sizes = weight.meta["val"].shape[2:]  # type: ignore[union-attr]
+    is_single = weight.meta["val"].dtype is torch.float32  # type: ignore[union-attr]
+    return is_single and not transposed and all(isinstance(size, int) for size in sizes) and is_pointwise(sizes, stride, padding, groups)  # type: ignore[arg-type]
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -64,3 +64,26 @@ def test_numbers_equal_eager(dynamic: bool | None) -> None:
             result.square().sum().backward()
             results.append([result.detach(), leaf.grad, *(parameter.grad for parameter in block.parameters())])
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-3)
+
+
+def _gradients(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> Any:
+    return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, [True, True, False])[:2]
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "groups", "dtype", "on_ort"),
+    [
+        (1, 1, 1, torch.float32, True),
+        (1, 2, 1, torch.float32, False),
+        (1, 1, 2, torch.float32, False),
+        (3, 1, 1, torch.float32, False),
+        (1, 1, 1, torch.bfloat16, False),
+    ],
+)
+def test_gradients_of_single_pixels_are_products(size: int, stride: int, groups: int, dtype: torch.dtype, on_ort: bool) -> None:
+    x, weight = torch.randn(8, 64, 28, 28, dtype=dtype), torch.randn(128, 64 // groups, size, size, dtype=dtype)
+    settings = ([stride] * 2, [size // 2] * 2, [1, 1], False, [0, 0], groups)
+    grad = torch.convolution(x, weight, None, *settings)
+    module = trace(lambda *given: list(_gradients(*given, *settings)), [grad, x, weight])
+    found = regions.lower(module, OrtTarget(contrib_ops=frozenset(), onednn=True), strict=False, name="graph")
+    assert [one.operator for one in found.content.outside] == ([] if on_ort else ["aten::convolution_backward"])

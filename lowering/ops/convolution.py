@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.axes import rank, refuse_empty, sizes
 from ort_backend.lowering.constants import int64s
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
+
+# Pixels of an image from which on products for each image are faster than one for all.
+_LARGE_IMAGE = 512
 
 
 def _per_dim(sizes: Sequence[Any], spatial: int) -> list[int]:
@@ -109,12 +114,39 @@ def convolution_backward(op, grad_output, input, weight, bias_sizes, stride, pad
     attributes = _attributes(weight, stride, padding, dilation, groups)
     _refuse_far_padding(transposed, output_padding, attributes)
     grad_input = grad_weight = None
+    if not transposed and is_pointwise(attributes["kernel_shape"], attributes["strides"], attributes["pads"], groups):
+        refuse_empty("the gradient of a convolution", grad_output, input)
+        if output_mask[0]:
+            grad_input = op.Conv(grad_output, op.Transpose(weight, perm=[1, 0, *range(2, rank(weight))]))
+        if output_mask[1]:
+            grad_weight = op.Unsqueeze(_product_of_pixels(op, grad_output, input), int64s(op, range(2, rank(weight))))
+        return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
     if output_mask[0]:
         grad_input = op.Conv(grad_output, weight, **attributes) if transposed else _input_gradient(op, grad_output, input, weight, attributes)
     if output_mask[1]:
         over, of = (input, grad_output) if transposed else (grad_output, input)
         grad_weight = _weight_gradient(op, over, of, weight, attributes)
     return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
+
+
+def is_pointwise(kernel: Sequence[int], strides: Sequence[int], pads: Sequence[int], groups: int) -> bool:
+    """Whether a convolution is one product of each pixel's channels: its gradients are products as well."""
+    return groups == 1 and {*kernel, *strides} == {1} and not any(pads)
+
+
+def _product_of_pixels(op: Any, grad_output: ir.Value, input: ir.Value) -> ir.Value:
+    """The sum over all images and pixels of the gradient's channels times the input's: (results, channels).
+
+    Of large images in a batch of products, else in one, of channels that are laid out first: the batch takes onnxruntime 1.32.0 0.65 to 0.95 of the
+    time of the one for images of 28 x 28 and more, 1.0 to 1.1 for 14 x 14, up to 4 for 4 x 4 (AMD EPYC of family 25, model 17). With the input's
+    gradient this takes 0.7 to 0.95 of PyTorch's time.
+    """
+    known = sizes(input)
+    if known is not None and math.prod(known[2:]) >= _LARGE_IMAGE:
+        rows = [op.Reshape(tensor, int64s(op, [0, 0, -1])) for tensor in (grad_output, input)]
+        return op.ReduceSum(op.MatMul(rows[0], op.Transpose(rows[1], perm=[0, 2, 1])), int64s(op, [0]), keepdims=0)
+    first = [op.Transpose(tensor, perm=[1, 0, *range(2, rank(tensor))]) for tensor in (grad_output, input)]
+    return op.Gemm(*(op.Reshape(tensor, int64s(op, [0, -1])) for tensor in first), transB=1)
 
 
 def _input_gradient(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, attributes: dict[str, Any]) -> ir.Value:

@@ -41,6 +41,17 @@ def test_convolution(check: Callable, contrib: bool, dims: int, settings: dict[s
 
 
 @contrib
+@pytest.mark.parametrize("size", [(7,), (600,), (5, 6), (24, 24), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("mask", [[True] * 3, [False, True, False], [True, False, False]], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"stride": 2}, {"padding": 1}, {"groups": 2}], ids=str)
+def test_convolution_of_single_pixels(check: Callable, contrib: bool, size: tuple[int, ...], mask: list[bool], settings: dict[str, Any]) -> None:
+    dims = len(size)
+    w = randn(8, 4 // settings.get("groups", 1), *[1] * dims)
+    also = (randn(3, 4, *(n + 1 for n in size)), w, randn(8)) if dims == 2 else None
+    check(_both(dims, mask, **settings), randn(2, 4, *size), w, randn(8), also=also, contrib=contrib, atol=1e-3)
+
+
+@contrib
 @pytest.mark.parametrize("dims", [1, 2])
 @pytest.mark.parametrize(
     "settings",

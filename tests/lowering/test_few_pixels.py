@@ -82,5 +82,4 @@ def test_a_batch_size_that_changes(tmp_path: Path) -> None:
     options = {"kernels": "onnxruntime", "dump_dir": str(tmp_path)}
     same_as_eager(net, *calls, graphs=2, dynamic=None, rtol=1e-3, atol=1e-4, options=options)
     nodes = _optimized(tmp_path)
-    assert "Gemm" in nodes and "ConvGrad" not in nodes
-    assert nodes.count("Conv") == (0 if capabilities.has_training() else 4)  # without ConvGrad the gradient of a weight is a convolution
+    assert "Gemm" in nodes and not {"Conv", "ConvGrad"} & {*nodes}
