@@ -174,4 +174,4 @@ def _graphs(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         rows.append(
             [case, str(found["graphs"]), str(found["onnx_nodes"]), f"{found['python_ops']}{names}", *(f"{part:.2f}" for part in parts), share]
         )
-    return ["model", "graphs", "ONNX nodes", "PythonOps", "lowering s", "session s", "both, of the cold compile"], rows
+    return ["model", "graphs", "ONNX nodes", "PyTorch's kernels inside", "lowering s", "session s", "both, of the cold compile"], rows
