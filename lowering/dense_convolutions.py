@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.symbolic import hint
 
 aten = torch.ops.aten
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 # batches of 1 to 32, planes of 2 x 2 to 56 x 56, 16 to 512 channels (AMD EPYC of family 25, model 17; onnxruntime-training 1.19.2, torch 2.13);
 # median errors are 1 to 6 %. The faster kernel by these numbers takes at most 1.007 of the time of the faster one of the two in the mean, ONNX
 # Runtime's 1.27 and 1.26 (stride 1), 1.15 and 1.04.
-_TIMES = {
+_TIMES: dict[tuple[Any, int], tuple[tuple[float, ...], tuple[float, ...]]] = {
     (aten.convolution.default, 1): ((28, 0.03e-5, 1.8e-5, 0.1e-4, 2.2e-4, 0, 0), (72, 1.51e-5, 0, 0, 0, 2.3e-4, 5.6e-4)),
     (aten.convolution_backward.default, 1): ((28, 1.93e-5, 1.9e-5, 3.5e-4, 5.5e-4, 0, 0), (124, 3.53e-5, 0, 0, 0, 9e-4, 8.1e-4)),
     (aten.convolution.default, 2): ((14, 0, 1.77e-5, 0, 5.4e-4, 0, 0), (84, 1.75e-5, 0, 0, 0, 1.4e-4, 1.8e-4)),
@@ -39,22 +40,16 @@ def is_faster_in_pytorch(node: fx.Node, margin: float = 0) -> bool | None:
 
     None for any other node, also for other numbers of channels than 16, 32, ... Symbolic sizes count as their example.
     """
-    args: Any = node.args
-    if node.target is aten.convolution.default:
-        image, weight, stride, dilation, transposed, groups, result = args[0], args[1], args[3], args[5], args[6], args[8], node
-    elif node.target is aten.convolution_backward.default:
-        (result, image, weight), stride, dilation, transposed, groups = args[:3], args[4], args[6], args[7], args[9]
-    else:
+    one = convolution_of(node)
+    if one is None or one.weight.dtype is not torch.float32 or one.transposed or one.groups != 1 or {*one.dilation} != {1}:
         return None
-    filters = weight.meta["val"]
-    times = _TIMES.get((node.target, stride[0])) if len({*stride}) == 1 else None
-    if times is None or filters.dtype is not torch.float32 or tuple(filters.shape[2:]) != (3, 3) or transposed or groups != 1 or {*dilation} != {1}:
+    times = _TIMES.get((node.target, one.stride[0])) if len({*one.stride}) == 1 else None
+    if times is None or tuple(one.weight.shape[2:]) != (3, 3):
         return None
-    if any(not isinstance(channels, int) or channels % _BLOCK for channels in filters.shape[:2]):
+    if any(not isinstance(channels, int) or channels % _BLOCK for channels in one.weight.shape[:2]):
         return None
-    before, behind = ([hint(size) for size in one.meta["val"].shape] for one in (image, result))
-    counts = _counts(before, behind)
-    here, there = (sum(a * b for a, b in zip(one, counts, strict=True)) for one in times)
+    counts = _counts(*([hint(size) for size in tensor.shape] for tensor in (one.image, one.result)))
+    here, there = (sum(a * b for a, b in zip(each, counts, strict=True)) for each in times)
     return here > _VARIES * there + margin
 
 

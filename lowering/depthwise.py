@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.symbolic import hint
 
 aten = torch.ops.aten
@@ -25,21 +26,15 @@ def is_faster_in_pytorch(node: fx.Node, margin: float = 0) -> bool:
     of 1 and 2, planes of 2 x 2 to 56 x 56, batches of 1 to 32; some sequences (AMD EPYC of family 25, model 17; onnxruntime-training 1.19.2, torch
     2.13). The one for PyTorch has 40 for the node, and must be less by `margin`.
     """
-    args: Any = node.args
-    if node.target is aten.convolution.default:
-        image, weight, dilation, transposed, groups, result = args[0], args[1], args[5], args[6], args[8], node
-    elif node.target is aten.convolution_backward.default:
-        (result, image, weight), dilation, transposed, groups = args[:3], args[6], args[7], args[9]
-    else:
+    one = convolution_of(node)
+    if one is None or not _is_depthwise(one.image, one.weight, one.transposed, one.groups):
         return False
-    if not _is_depthwise(image.meta["val"], weight.meta["val"], transposed, groups):
-        return False
-    size, filter_size = [hint(n) for n in image.meta["val"].shape], weight.meta["val"].shape[2:]
+    size, filter_size = [hint(n) for n in one.image.shape], one.weight.shape[2:]
     planes, taps = size[0] * size[1], math.prod(filter_size)
-    pixels = planes * math.prod(map(hint, result.meta["val"].shape[2:]))
+    pixels = planes * math.prod(map(hint, one.result.shape[2:]))
     if node.target is aten.convolution.default:
         return 0.2 * planes + 0.22e-3 * taps * pixels > 100 + 0.8e-3 * pixels + margin
-    here = 150 + 1.3e-3 * pixels if _has_kernel(size[2:], filter_size, dilation) else 260 + 4e-3 * pixels
+    here = 150 + 1.3e-3 * pixels if _has_kernel(size[2:], filter_size, one.dilation) else 260 + 4e-3 * pixels
     return (0.2 + 0.018 * taps) * planes + 0.6e-3 * taps * pixels > here + margin
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -17,6 +17,28 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operator by their names in its schema, with the defaults of those that are left out."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     return {**{one.name: one.default_value for one in schema}, **dict(zip((one.name for one in schema), node.args)), **node.kwargs}
+
+
+class Convolution(NamedTuple):
+    """What a convolution, or the backward of one, convolves and how; tensors are fake."""
+
+    image: torch.Tensor
+    weight: torch.Tensor
+    result: torch.Tensor
+    stride: Any
+    padding: Any
+    dilation: Any
+    transposed: bool
+    groups: int
+
+
+def convolution_of(node: fx.Node) -> Convolution | None:
+    """The convolution that a node is, or is the backward of; None for any other node."""
+    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+        return None
+    given = arguments_of(node)
+    tensors = (given["input"], given["weight"], given.get("grad_output", node))
+    return Convolution(*(one.meta["val"] for one in tensors), *(given[name] for name in Convolution._fields[3:]))
 
 
 def source_of(value: Any) -> Any:

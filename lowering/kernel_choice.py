@@ -17,7 +17,7 @@ from torch import fx
 
 from ort_backend.lowering import dense_convolutions, depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
-from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, size_of, table_key
@@ -203,11 +203,12 @@ def _is_far_faster_convolution(node: fx.Node, found: tuple[int, torch.dtype] | N
         return dense
     if depthwise.is_faster_in_pytorch(node, _SESSIONS):
         return True
-    if found is None or found[1] is not torch.float32 or node.args[6] or (ratio := _ratio(table_key(node, found[1]), found[0])) is None:
+    one = convolution_of(node)
+    if one is None or one.transposed or found is None or found[1] is not torch.float32:
         return False
-    weight: Any = node.args[1]
-    filters = math.prod(map(hint, weight.meta["val"].shape[1:]))
-    return (ratio - 1) * (elements_of(node.meta["val"]) or 0) * filters * _MULTIPLICATION > _SESSIONS
+    ratio = _ratio(table_key(node, found[1]), found[0])
+    multiplications = math.prod(map(hint, (*one.result.shape, *one.weight.shape[1:])))
+    return ratio is not None and (ratio - 1) * multiplications * _MULTIPLICATION > _SESSIONS
 
 
 def _far_faster_in_half(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarget) -> bool:
@@ -237,10 +238,8 @@ def slow_as_products(node: fx.Node, target: OrtTarget) -> bool:
 
 def is_volume_convolution(node: fx.Node) -> bool:
     """Whether a node is a convolution in three dimensions, or its backward: up to seven times eager's time in ONNX Runtime's operators."""
-    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
-        return False
-    weight: Any = node.args[1 if node.target is aten.convolution.default else 2]
-    return bool(weight.meta["val"].dim() == 5)
+    one = convolution_of(node)
+    return one is not None and one.weight.dim() == 5
 
 
 def _finds_positions(node: fx.Node) -> bool:

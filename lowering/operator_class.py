@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import Convolution, convolution_of
 from ort_backend.lowering.symbolic import hint
 
 aten = torch.ops.aten
@@ -41,10 +42,8 @@ def operator_class(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     name = str(node.target)
-    if node.target is aten.convolution.default:
-        return f"{name} {_convolution(node.args[1], node.args[3], node.args[6], node.args[8])}"
-    if node.target is aten.convolution_backward.default:
-        return f"{name} {_convolution(node.args[2], node.args[4], node.args[7], node.args[9])}"
+    if (convolution := convolution_of(node)) is not None:
+        return f"{name} {_class_of(convolution)}"
     if node.target in (aten.gelu.default, aten.gelu_backward.default):
         return f"{name} {node.kwargs.get('approximate', 'none')}"
     if node.target is aten.pow.Tensor_Scalar:
@@ -73,26 +72,19 @@ def operator_class(node: fx.Node) -> str:
 
 def dense_multiplications(node: fx.Node) -> int | None:
     """Multiplications of a convolution of images without groups, in one of three products if it is a backward; None for any other node."""
-    args: Any = node.args
-    if node.target is aten.convolution.default:
-        image, weight, transposed, groups, result = args[0], args[1], args[6], args[8], node
-    elif node.target is aten.convolution_backward.default:
-        result, image, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
-    else:
+    if (one := convolution_of(node)) is None or one.groups != 1:
         return None
-    if groups != 1:
-        return None
-    pixels = (image if transposed else result).meta["val"].shape
-    return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *weight.meta["val"].shape))
+    pixels = (one.image if one.transposed else one.result).shape
+    return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *one.weight.shape))
 
 
-def _convolution(weight: Any, stride: Any, transposed: Any, groups: Any) -> str:
+def _class_of(one: Convolution) -> str:
     """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
-    shape = weight.meta["val"].shape
-    if transposed or len(shape) not in (3, 4) or not all(isinstance(size, int) for size in shape):
+    shape = one.weight.shape
+    if one.transposed or len(shape) not in (3, 4) or not all(isinstance(size, int) for size in shape):
         return "other"
-    kind = "dense" if groups == 1 else "depthwise" if shape[1] == 1 and groups == shape[0] else "grouped"
-    strided = "" if all(step == 1 for step in stride) else " strided"
+    kind = "dense" if one.groups == 1 else "depthwise" if shape[1] == 1 and one.groups == shape[0] else "grouped"
+    strided = "" if all(step == 1 for step in one.stride) else " strided"
     channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
     return f"{kind} {_measured_size(kind, *shape[2:])}{strided}{channels}"
 

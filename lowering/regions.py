@@ -19,6 +19,7 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
 from ort_backend.lowering.lowered import NotOnOrt
@@ -206,16 +207,18 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
 
 
 def _is_small_convolution(node: fx.Node) -> bool:
-    gradient, weight = (node.args[i].meta["val"] for i in (0, 2))  # type: ignore[union-attr]
-    products = math.prod(symbolic.hint(size) for size in (*gradient.shape, *weight.shape[1:]))
-    return bool(node.args[9] == 1 and weight.dim() < 5 and products < _SMALL_CONVOLUTION)
+    one = convolution_of(node)
+    if one is None or one.groups != 1 or one.weight.dim() > 4:
+        return False
+    return math.prod(map(symbolic.hint, (*one.result.shape, *one.weight.shape[1:]))) < _SMALL_CONVOLUTION
 
 
 def _is_pointwise_convolution(node: fx.Node) -> bool:
-    weight, stride, padding, transposed, groups = (node.args[i] for i in (2, 4, 5, 7, 9))
-    sizes = weight.meta["val"].shape[2:]  # type: ignore[union-attr]
-    is_single = weight.meta["val"].dtype is torch.float32  # type: ignore[union-attr]
-    return is_single and not transposed and all(isinstance(size, int) for size in sizes) and is_pointwise(sizes, stride, padding, groups)  # type: ignore[arg-type]
+    one = convolution_of(node)
+    if one is None or one.weight.dtype is not torch.float32 or one.transposed:
+        return False
+    sizes = one.weight.shape[2:]
+    return all(isinstance(size, int) for size in sizes) and is_pointwise(sizes, one.stride, one.padding, one.groups)
 
 
 def _is_free(node: fx.Node) -> bool:

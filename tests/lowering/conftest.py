@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -132,3 +132,23 @@ def _check() -> Callable[..., Lowered]:
 @pytest.fixture(name="lower", scope="session")
 def _lower() -> Callable[..., Lowered]:
     return lower
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]:
+    """Makes a pass count what it returns: `counted("index_rows", row_indices.index_rows, joint, regions)`, with the modules that call it."""
+
+    def count(name: str, run: Callable[[torch.fx.Graph], int], *modules: Any) -> list[int]:
+        counts: list[int] = []
+
+        def counting(graph: torch.fx.Graph) -> int:
+            counts.append(run(graph))
+            graph.lint()
+            return counts[-1]
+
+        for module in modules:
+            monkeypatch.setattr(module, name, counting)
+        return counts
+
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield count

@@ -19,22 +19,12 @@ LENGTH = 12
 
 
 @pytest.fixture(name="dropped")
-def _dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def _dropped(counted: Callable[..., list[int]]) -> Iterator[list[int]]:
     """From how many nodes each run of the pass took a mask."""
-    dropped: list[int] = []
-
-    def counted(graph: Any) -> int:
-        dropped.append(known_masks.drop_known_masks(graph))
-        graph.lint()
-        return dropped[-1]
-
-    monkeypatch.setattr(joint, "drop_known_masks", counted)
-    monkeypatch.setattr(regions, "drop_known_masks", counted)
-    monkeypatch.setattr(min_cut, "drop_known_masks", counted)
     torch._dynamo.reset()
-    with torch._functorch.config.patch(enable_autograd_cache=False), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", "erase_node")
-        yield dropped
+        yield counted("drop_known_masks", known_masks.drop_known_masks, joint, regions, min_cut)
     torch._dynamo.reset()
 
 

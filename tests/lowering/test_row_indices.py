@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,19 +17,9 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(name="rewritten")
-def _rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
     """How many nodes each run of the pass rewrote."""
-    counts: list[int] = []
-
-    def counted(graph: Any) -> int:
-        counts.append(row_indices.index_rows(graph))
-        graph.lint()
-        return counts[-1]
-
-    for module in (joint, regions):
-        monkeypatch.setattr(module, "index_rows", counted)
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield counts
+    return counted("index_rows", row_indices.index_rows, joint, regions)
 
 
 def _as(x: torch.Tensor, rows: torch.Tensor = ROWS) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,19 +32,9 @@ SINGLE: dict[str, Strided] = {
 
 
 @pytest.fixture(name="rewritten")
-def _rewritten(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
     """How many sums each run of the pass rewrote."""
-    counts: list[int] = []
-
-    def counted(graph: Any) -> int:
-        counts.append(strided_sums.add_blocks(graph))
-        graph.lint()
-        return counts[-1]
-
-    for module in (joint, regions):
-        monkeypatch.setattr(module, "add_blocks", counted)
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        yield counts
+    return counted("add_blocks", strided_sums.add_blocks, joint, regions)
 
 
 def _step(strided: Strided, make: Callable[..., Any] = lambda function: function) -> list[Any]:
