@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering import depthwise
+from ort_backend.lowering import channels_last, depthwise
 
 aten = torch.ops.aten
 
@@ -37,4 +37,5 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.convolution.default: depthwise.convolution,
     aten.convolution_backward.default: depthwise.convolution_backward,
+    **channels_last.IMPLEMENTATIONS,
 }

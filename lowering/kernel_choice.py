@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import dense_convolutions, depthwise
+from ort_backend.lowering import channels_last, dense_convolutions, depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
@@ -123,6 +123,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:
         return "MKL's product is faster at this size"
+    if node.target in channels_last.IMPLEMENTATIONS:
+        return "oneDNN's kernels take pictures with the channels last as they lie"
     if node.target is BFLOAT16_MM:
         return "oneDNN's product in bfloat16 is faster than one in float32"
     if not target.whole_graphs or target.kernels == "onnxruntime":

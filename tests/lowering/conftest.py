@@ -138,11 +138,11 @@ def _lower() -> Callable[..., Lowered]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]:
     """Makes a pass count what it returns: `counted("index_rows", row_indices.index_rows, joint, regions)`, with the modules that call it."""
 
-    def count(name: str, run: Callable[[torch.fx.Graph], int], *modules: Any) -> list[int]:
+    def count(name: str, run: Callable[..., int], *modules: Any) -> list[int]:
         counts: list[int] = []
 
-        def counting(graph: torch.fx.Graph) -> int:
-            counts.append(run(graph))
+        def counting(graph: torch.fx.Graph, *others: Any) -> int:
+            counts.append(run(graph, *others))
             graph.lint()
             return counts[-1]
 
