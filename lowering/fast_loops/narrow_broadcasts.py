@@ -56,7 +56,7 @@ class _Rows:
         shape: The result's shape.
         operands: The operands' shapes, with as many dimensions.
         first: The first of the dimensions that are a row.
-        width: Numbers in a row.
+        width: Numbers in a row; the example of it where sizes are symbolic.
     """
 
     shape: Dims
@@ -81,7 +81,9 @@ class _Rows:
         return _same(self.operands[i][self.first :], self.shape[self.first :])
 
     def is_column(self, i: int) -> bool:
-        """Whether operand `i` has a number for each row, or for each of those that follow one another."""
+        """Whether operand `i` has a number for each row, or for each of those that follow one another, and how long a row is will not change."""
+        if not are_fixed(self.shape[self.first :]):
+            return False
         lead = [(size, whole) for size, whole in zip(self.operands[i], self.shape[: self.first]) if whole != 1]
         return all(size == 1 for size in self.operands[i][self.first :]) and bool(lead) and lead[-1][0] == lead[-1][1]
 

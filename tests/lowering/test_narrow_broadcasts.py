@@ -87,6 +87,26 @@ def test_training_with_sizes_that_change(tail: int, sizes: tuple[int, int]) -> N
     same_as_eager(geometry, given(32, 40), *([given(*sizes)] if is_other else []), graphs=1 + is_other, repeat=1, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "shapes, others",
+    [
+        (((64, 64, 5, 5), (64, 64, 1, 1)), ((64, 64, 4, 4), (64, 64, 1, 1))),  # a weight for each channel of planes whose size changes
+        (((64, 64, 2, 2), (64, 64, 1, 1)), ((64, 64, 3, 3), (64, 64, 1, 1))),
+        (((2048, 5), (2048, 1)), ((2048, 7), (2048, 1))),
+        (((2048, 20), (2048, 1)), ((2000, 40), (2000, 1))),
+        (((2048, 5), (5,)), ((2048, 7), (7,))),
+    ],
+    ids=str,
+)
+def test_rows_whose_length_changes(shapes: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...]) -> None:
+    torch.manual_seed(0)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * y, y - x, torch.where(y > 0, x, y), y.expand(torch.broadcast_shapes(x.shape, y.shape)).neg().flip(0)
+
+    check(function, *map(_rand, shapes), dynamic=True, other=list(map(_rand, others)))
+
+
 def _types(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Counter[str]:
     return Counter(node.op_type for node in lower(trace(function, [torch.rand(shape) for shape in shapes])).model.graph)
 
