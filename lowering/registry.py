@@ -165,9 +165,10 @@ def registered_by_name() -> dict[str, tuple[Lowering, ...]]:
     return {target: tuple(lowerings) for target, lowerings in _table.items() if isinstance(target, str)}
 
 
-def has_lowerings_of_users() -> bool:
-    """Whether some lowering was registered from outside this package."""
-    functions = (lowering.function for lowerings in _table.values() for lowering in lowerings)
+def has_lowerings_of_users(*targets: torch._ops.OpOverload) -> bool:
+    """Whether some lowering, of these operators or of any, was registered from outside this package."""
+    tables = [_table.get(target, ()) for target in targets] if targets else _table.values()
+    functions = (lowering.function for lowerings in tables for lowering in lowerings)
     return any(not str(getattr(function, "__module__", __name__)).startswith(("ort_backend.", "onnxscript.", "functools")) for function in functions)
 
 

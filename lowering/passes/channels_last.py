@@ -17,8 +17,9 @@ from torch import fx
 
 from ort_backend.lowering.channels_last import to_first, to_last
 from ort_backend.lowering.memory_order import order_of
-from ort_backend.lowering.passes.picture_forms import Form, form_of
+from ort_backend.lowering.passes.picture_forms import CONVOLUTIONS, Form, form_of
 from ort_backend.lowering.passes.picture_writer import Writer, dims_of, permutation
+from ort_backend.lowering.registry import has_lowerings_of_users
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -28,9 +29,10 @@ def put_channels_last(graph: fx.Graph, target: OrtTarget) -> int:
 
     Args:
         graph: Of ATen operators, with fake tensors in their metadata. Symbolic sizes count as their example.
-        target: The ONNX Runtime that the graph is for. On a GPU nothing is done.
+        target: The ONNX Runtime that the graph is for. On a GPU nothing is done, nor where a user has a lowering for convolutions.
     """
-    if target.device_type != "cpu" or not target.whole_graphs:
+    convolutions = [one for one in CONVOLUTIONS if graph.find_nodes(op="call_function", target=one)]
+    if target.device_type != "cpu" or not target.whole_graphs or not convolutions or has_lowerings_of_users(*convolutions):
         return 0
     forms: dict[fx.Node, Form] = {}
     for node in graph.nodes:

@@ -21,6 +21,7 @@ from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
+CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 # Elementwise operators without the tag of these (torch 2.13).
 _UNTAGGED = {
     aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.hardswish.default, aten.hardswish_backward.default,
@@ -61,7 +62,7 @@ def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> For
     if node.target is operator.getitem:
         of: Any = node.args[0]
         return Form(_item, (of,)) if of in forms and (of.target in _SPLITS or node.args[1] == 0) else None
-    if node.target in (aten.convolution.default, aten.convolution_backward.default):
+    if node.target in CONVOLUTIONS:
         return _of_convolution(node, forms, target)
     value, source = node.meta.get("val"), next(iter(node.all_input_nodes), None)
     if source is not None and node.target in _SPLITS and dims_of(source) > 2:

@@ -14,6 +14,7 @@ from behaviours.check import compiled, on_ort, same_gradients, same_tree, single
 from torch import Tensor, nn
 
 from ort_backend import joint
+from ort_backend.lowering import registry
 from ort_backend.lowering.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
 from ort_backend.lowering.passes import channels_last
 
@@ -180,6 +181,22 @@ def test_networks_without_permutations_stay(written: list[int]) -> None:
     )
     with on_ort(graphs=1):
         _step(module, compiled(module), torch.randn(4, 3, 32, 32))
+    assert not sum(written)
+
+
+def test_a_lowering_of_the_users_is_used(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = torch.ops.aten.convolution.default
+    registry.load()
+    monkeypatch.setitem(registry._table, target, [*registry._table[target]])
+
+    @registry.register(target, device="cpu")
+    def doubled(op, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):  # type: ignore[no-untyped-def]
+        return op.Mul(op.Conv(input, weight, bias), op.CastLike(2.0, input))
+
+    pixels = nn.Conv2d(8, 8, 1)
+    x = torch.randn(2, 5, 5, 8)
+    with torch.no_grad(), on_ort(graphs=1):
+        same_tree(compiled(lambda x: pixels(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))(x), pixels(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1) * 2)
     assert not sum(written)
 
 
