@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ort_backend import compiled_autograd
 from ort_backend.errors import VerificationError
+from ort_backend.runtime.random_state import random_state, set_random_state
 
 _TOLERANCE = {
     torch.float64: (1e-7, 1e-8), torch.float32: (1e-3, 1e-4), torch.float16: (1e-2, 1e-2), torch.bfloat16: (3e-2, 3e-2),
@@ -40,20 +41,20 @@ def verified(compiled: Callable[..., Any], gm: fx.GraphModule, name: str, calls:
 
 
 def _compare(compiled: Callable[..., Any], gm: fx.GraphModule, args: Sequence[Any], names: Sequence[str], graph: str) -> None:
-    state = torch.get_rng_state()
+    state = random_state()
     held = dict(itertools.chain(gm.named_parameters(), gm.named_buffers()))  # an optimizer's step holds what it changes
     before = {name: tensor.detach().clone() for name, tensor in held.items()}
     results, after = [], []
     try:
         with compiled_autograd.off():
             for function in (gm, compiled):
-                torch.set_rng_state(state)
+                set_random_state(state)
                 try:
                     results.append(_run(function, *_copies(args)))
                 finally:
                     after.append(_put_back(held, before))
     finally:
-        torch.set_rng_state(state)
+        set_random_state(state)
     (outputs, inputs, gradients), (own_outputs, own_inputs, own_gradients) = results
     for what, expected, actual, labels in (
         ("output", outputs, own_outputs, [str(i) for i in range(len(outputs))]),

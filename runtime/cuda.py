@@ -121,7 +121,8 @@ class _Failure(threading.local):
 
 
 _failure = _Failure()
-_ALLOC, _FREE, _EMPTY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t), ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.CFUNCTYPE(None)
+# An address comes as a number: a null pointer, which ONNX Runtime frees for each tensor without elements, would be None as a `c_void_p`.
+_ALLOC, _FREE, _EMPTY = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t), ctypes.CFUNCTYPE(None, ctypes.c_size_t), ctypes.CFUNCTYPE(None)
 _made: dict[int, tuple[Allocator, object]] = {}
 
 

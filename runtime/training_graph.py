@@ -22,6 +22,7 @@ from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_devi
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.python_op import RunState
+from ort_backend.runtime.random_state import random_state, set_random_state
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
 log = logging.getLogger(__name__)
@@ -172,10 +173,10 @@ class TrainingGraph:
         self._counts.forward += 1
         plan = self._plan
         self._owner.watch(args)
-        before = _random_state() if hooked and plan.draws else None
+        before = random_state() if hooked and plan.draws else None
         everything = [*args, *(draw(args) for draw in plan.draws)]
         python = RunState() if self._session.has_python_ops else None
-        random = _random_state() if plan.draws_inside else None
+        random = random_state() if plan.draws_inside else None
         held = everything.copy()
         for i in range(len(args)) if computed is None else computed:
             if isinstance(held[i], torch.Tensor) and held[i].grad_fn is not None:
@@ -340,15 +341,15 @@ class TrainingGraph:
         if any(isinstance(arg, torch.Tensor) and arg.numel() and not arg.untyped_storage().nbytes() for arg in run.args):
             raise OrtBackendError("the memory of a tensor that the backward needs was released behind the forward, and is not there again")
         random = run.redraw or run.random
-        now = _random_state() if random is not None else None
+        now = random_state() if random is not None else None
         if random is not None:
-            _set_random_state(random)  # it draws what it drew
+            set_random_state(random)  # it draws what it drew
         everything = [*run.args, *(draw(run.args) for draw in self._plan.draws)] if run.redraw else run.args
         try:
             run.agent, state, _ = self._advance(everything, run.python)
         finally:
             if now is not None:
-                _set_random_state(now)
+                set_random_state(now)
         return state
 
     def _warn_of_release(self) -> None:
@@ -379,13 +380,3 @@ def _versions(tensors: Sequence[Any], places: Sequence[int]) -> list[int]:
         return [tensors[i]._version for i in places]
     except RuntimeError:
         return [0 if tensors[i].is_inference() else tensors[i]._version for i in places]
-
-
-def _random_state() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
-
-
-def _set_random_state(state: list[torch.Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
