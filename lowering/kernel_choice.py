@@ -17,6 +17,7 @@ from torch import fx
 
 from ort_backend.lowering import channels_last, dense_convolutions, depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
+from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
@@ -134,7 +135,7 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     if slow_in_steps(node, target):
         return "PyTorch's kernel is faster than steps at this size"
     if target.device_type != "cpu":
-        return "the sizes of the groups are on the device" if _is_grouped(node) else None
+        return "the sizes of the groups are on the device" if _is_grouped(node) else faster_on_device(node)
     if target.kernels == "pytorch":
         return "asked for"
     if node.target is aten._to_copy.default:
