@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.operator_class import size_of
+from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 
 aten = torch.ops.aten
 
@@ -43,10 +44,14 @@ _IN_BFLOAT16: dict[Any, int] = {
     aten.gelu.default: _ALWAYS, aten.gelu_backward.default: _ALWAYS, aten.silu.default: _ALWAYS, aten.silu_backward.default: _ALWAYS,
     aten.sigmoid.default: _ALWAYS, aten.sum.dim_IntList: 4 * _MILLION, aten.cat.default: _MILLION, aten.addmm.default: 4 * _MILLION,
 }  # fmt: skip
+# Where cuDNN does not take them. Two Scans in one training graph end the process (onnxruntime-training 1.19.2, seen on an H200).
+_RECURRENT = {LSTM, LSTM_BACKWARD, GRU, GRU_BACKWARD, RNN, RNN_BACKWARD}
 
 
 def faster_on_device(node: fx.Node) -> str | None:
     """Why PyTorch's kernel runs a node of a CUDA graph; None where ONNX Runtime's does."""
+    if node.target in _RECURRENT:
+        return "each step of ONNX Runtime's Scan waits for the host"
     if (found := size_of(node)) is None:
         return None
     size, dtype = found

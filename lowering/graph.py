@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import dense_products, faster_calls, onednn, registry, torchlib
+from ort_backend.lowering import cudnn, dense_products, faster_calls, onednn, registry, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
@@ -47,7 +47,7 @@ aten = torch.ops.aten
 # Behind each collective of `torch.distributed` in a graph.
 _WAIT = "_c10d_functional::wait_tensor"
 # What a node calls that is not its target.
-_IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS}
+_IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **cudnn.IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS}
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,

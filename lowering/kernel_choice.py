@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, dense_convolutions, depthwise
+from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
@@ -120,6 +120,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     """
     if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
         return "oneDNN's kernels, as in eager PyTorch"
+    if node.target in cudnn.IMPLEMENTATIONS:
+        return "cuDNN's kernels, as in eager PyTorch"
     if node.target is ONEDNN_MM:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:

@@ -3,7 +3,8 @@
 The walk over layers and directions is eager PyTorch's, and dropout is drawn between the layers as eager draws it, which PyTorch's own Python
 decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTMs with projections keep that decomposition.
 
-On CUDA, PyTorch takes a cell apart into operators that only CUDA has, of which a GRU's has no shape function (torch 2.13).
+On CUDA the layers are cuDNN's where it takes them, as in eager PyTorch. There, PyTorch takes a cell apart into operators that only CUDA has, of which
+a GRU's has no shape function (torch 2.13).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering import cudnn, kernel_choice
 from ort_backend.lowering.composites import replaced_kernel
 from ort_backend.lowering.onednn import ONEDNN_LSTM
 from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
@@ -82,13 +83,17 @@ def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Te
     tensors = (input, *hx, *params)
     length, batch = input.shape[1::-1] if rest[-1] else input.shape[:2]
     sizes = [hint(size) for size in (length, batch, hx[0].size(2))]
+    if cudnn.is_for(*tensors):
+        y, finals = _layers(functools.partial(cudnn.layer, cudnn.LSTM), input, hx, params, has_biases, *rest)
+        return (y, *finals)
     fast = onednn and kernel_choice.lstm_by_onednn(*sizes) and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
     y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, hx, params, has_biases, *rest)
     return (y, *finals)
 
 
 def _gru(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
-    y, finals = _layers(_gru_layer, input, [hx], params, has_biases, *rest)
+    layer = functools.partial(cudnn.layer, cudnn.GRU) if cudnn.is_for(input, hx, *params) else _gru_layer
+    y, finals = _layers(layer, input, [hx], params, has_biases, *rest)
     return (y, *finals)
 
 
@@ -99,7 +104,8 @@ def _rnn(relu: bool) -> Callable[..., tuple[Tensor, ...]]:
         return y, _finals(reverse, y)
 
     def whole(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:
-        y, finals = _layers(layer, input, [hx], params, has_biases, *rest)
+        fast = functools.partial(cudnn.layer, cudnn.RELU if relu else cudnn.TANH)
+        y, finals = _layers(fast if cudnn.is_for(input, hx, *params) else layer, input, [hx], params, has_biases, *rest)
         return (y, *finals)
 
     return whole

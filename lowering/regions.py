@@ -19,6 +19,7 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.cudnn import CUDNN_LAYER, CUDNN_LAYER_BACKWARD
 from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
@@ -197,7 +198,7 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
     """
     if target.kernels == "onnxruntime":
         return False
-    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD):
+    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, CUDNN_LAYER, CUDNN_LAYER_BACKWARD):
         return True
     if node.target is aten.convolution_backward.default:
         return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node) and not _is_pointwise_convolution(node)
