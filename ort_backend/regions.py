@@ -21,6 +21,7 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
+from ort_backend.lowering.fused_attention import REASON as FUSED
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
@@ -108,7 +109,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER))
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED))
 
 
 def _counts(node: fx.Node, reason: str) -> bool:
