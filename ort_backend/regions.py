@@ -27,6 +27,7 @@ from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import dependencies, root
+from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -77,6 +78,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
+    take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
     draws = hoist(graph).draws
