@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch._prims_common import suggest_memory_format
 
-from ort_backend.lowering import faster_calls, onednn
+from ort_backend.lowering import faster_calls, fused_attention, onednn
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
@@ -35,6 +35,7 @@ _REPLACED = {
     FORWARD: run_forward,
     **onednn.IMPLEMENTATIONS,
     **faster_calls.IMPLEMENTATIONS,
+    **fused_attention.IMPLEMENTATIONS,
 }
 
 

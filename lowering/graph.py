@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import cudnn, dense_products, faster_calls, onednn, registry, torchlib
+from ort_backend.lowering import cudnn, dense_products, faster_calls, fused_attention, onednn, registry, torchlib
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
@@ -32,6 +32,7 @@ from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
+from ort_backend.lowering.permuting import permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
@@ -47,7 +48,10 @@ aten = torch.ops.aten
 # Behind each collective of `torch.distributed` in a graph.
 _WAIT = "_c10d_functional::wait_tensor"
 # What a node calls that is not its target.
-_IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **cudnn.IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS}
+_IMPLEMENTATIONS = {
+    **dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **cudnn.IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS,
+    **fused_attention.IMPLEMENTATIONS,
+}  # fmt: skip
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -119,20 +123,13 @@ class GraphLowering:
 
     def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
         """`value` with its dimensions permuted."""
-        assert value.shape is not None
-        kind, shape = value.type, ir.Shape([value.shape[d] for d in permutation])
-        producer = value.producer()
-        if producer is not None and producer.op_type == "Transpose" and "perm" in producer.attributes:
-            # Two that cancel out are not left to ONNX Runtime: if nothing but a tangent is left, it cannot be fetched.
-            source = producer.inputs[0]
-            assert source is not None
-            first = list(producer.attributes["perm"].as_ints())
-            permutation = [first[d] for d in permutation]
-            value = source
-        identity = list(permutation) == list(range(len(permutation)))
-        made = self.op.Identity(value) if identity else self.op.Transpose(value, perm=list(permutation))
-        made.type, made.shape = kind, shape
-        return made
+        made = permuted(self.op, value, permutation)
+        if permutation_of(made) is not None:
+            return made
+        # Two that cancel out are not left to ONNX Runtime: if nothing but a tangent is left, it cannot be fetched.
+        copy = self.op.Identity(made)
+        copy.type, copy.shape = made.type, made.shape
+        return copy
 
     def dtype_of(self, node: fx.Node) -> ir.DataType:
         """The dtype of the ONNX tensor that carries `node`'s value."""
@@ -340,12 +337,13 @@ class GraphLowering:
                 self._calls.type_of(leaf)
         args, kwargs = self._arguments(node, self.value)
         fakes = [n.meta["val"] for n in nodes_in((node.args, node.kwargs)) if isinstance(self.env.get(n), (ir.Value, Complex))]
+        target = _IMPLEMENTATIONS.get(node.target, node.target)
         if is_collective(node):
             values, call = self._in_random_order(waited(node.target), title, tuple(args), kwargs, fake, fakes)
         elif is_random(node) or has_effect(node):
-            values, call = self._in_random_order(node.target, title, tuple(args), kwargs, fake, fakes)
+            values, call = self._in_random_order(target, title, tuple(args), kwargs, fake, fakes)
         else:
-            values, call = write_python_op(self.op, _IMPLEMENTATIONS.get(node.target, node.target), title, tuple(args), kwargs, fake, fakes)
+            values, call = write_python_op(self.op, target, title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
         self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs in PyTorch, inside the session: %s%s", title, reason, at(where))

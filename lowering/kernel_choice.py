@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise
+from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
@@ -85,13 +85,6 @@ _LARGE_POOLING = 65536
 # Complex numbers from which on a product that takes and gives pairs is PyTorch's.
 _PAIRS = 4096
 
-# For a GPU. ONNX Runtime has no backward of such kernels.
-_FUSED_ATTENTION = {
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
-}  # fmt: skip
-
 # For a GPU. How many rows a group has follows from data, and ONNX Runtime's Split takes sizes from the host: a copy, and a wait, for each product.
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 
@@ -132,8 +125,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product in bfloat16 is faster than one in float32"
     if not target.whole_graphs or target.kernels == "onnxruntime":
         return None
-    if node.target in _FUSED_ATTENTION:
-        return "PyTorch's fused attention, as in eager PyTorch"
+    if node.target in fused_attention.KERNELS:
+        return fused_attention.REASON
     if slow_in_steps(node, target):
         return "PyTorch's kernel is faster than steps at this size"
     if target.device_type != "cpu":

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,11 +14,12 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering import dense_products, faster_calls
+from ort_backend.lowering.call_orders import Order, call_orders, laid_out, read_back
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
-from ort_backend.lowering.memory_order import arranged, order_for, order_of
+from ort_backend.lowering.permuting import inverse
 from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE
 
 MS = "com.microsoft"
@@ -41,6 +41,7 @@ class PythonCall:
         name: The node's `operator` or `func_name`, unique in the process.
         title: What a person calls it, such as `aten::sort`.
         function: Takes the node's input tensors as ONNX carries them (contiguous, complex as pairs), returns its output tensors likewise.
+            The dimensions of both are in the order in which they lie in memory (`call_orders`).
             None for a user's autograd.Function, which has a backward as well (`function_op`).
         allocates: Whether `function` takes, in front of the tensors, what makes a tensor for its result (`given_memory.Empty`).
         op_type: The node's.
@@ -87,7 +88,7 @@ class _TensorSlot:
 
     position: int
     dtype: torch.dtype | None  # None: a number
-    order: tuple[int, ...] | None = None  # of its dimensions in memory, where that matters
+    order: Order = None  # in which its dimensions arrive
 
     @property
     def is_plain(self) -> bool:
@@ -95,31 +96,27 @@ class _TensorSlot:
         return self.dtype in _AS_THEY_ARE and self.order is None
 
 
-def _draws(target: Any) -> bool:
-    """Whether an operator draws random numbers, which go into memory in its order: that of eager's tensors."""
-    target = inspect.unwrap(target)
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-
-
-def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], results: list[Any]) -> PythonCall:
+def make_call(
+    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], results: list[Any], orders: list[Order]
+) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
     Each step calls it between large products, which leave nothing of it in the processor's caches: what little it does beside `target` counts.
 
     `results` are `target`'s as fake values. The node has an output for those that are not None; an operator may return None there (an unused
-    workspace).
+    workspace), and gives it with its dimensions in the order that `orders` has for it.
     """
     fill = _filler(spec, constants, slots)
-    wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None) for i, value in enumerate(results) if value is not None]
+    wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None, orders[i]) for i, value in enumerate(results) if value is not None]
     is_fresh = _returns_new_memory(target)
     if len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
-        return PythonCall(unique_name(title), title, functools.partial(_run_into, into, fill), allocates=True)
+        return PythonCall(unique_name(title), title, functools.partial(_run_into, into, fill, orders[0]), allocates=True)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = fill(tensors)
         result = target(*args, **kwargs)
         made = result if isinstance(result, (tuple, list)) else (result,)
-        carried = [to_carrier(_as_tensor(made[i], dtype)) for i, dtype in wanted]
+        carried = [_given(_as_tensor(made[i], dtype), order) for i, dtype, order in wanted]
         if is_fresh:
             return carried
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
@@ -129,9 +126,14 @@ def make_call(target: Callable[..., Any], title: str, spec: Any, constants: list
     return PythonCall(unique_name(title), title, run)
 
 
-def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], order: Order, empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
     args, kwargs = fill(tensors)
-    return [to_carrier(into(empty, *args, **kwargs))]
+    return [_given(into(empty, *args, **kwargs), order)]
+
+
+def _given(tensor: torch.Tensor, order: Order) -> torch.Tensor:
+    """The carrier of a result, its dimensions in this order: copies only what does not lie so in memory."""
+    return to_carrier(tensor if order is None else tensor.permute(order))
 
 
 def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
@@ -200,7 +202,7 @@ def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return number_of(tensor)
     value = from_carrier(tensor, slot.dtype)
-    return value if slot.order is None else arranged(value, slot.order)  # each step, and contiguous already
+    return value if slot.order is None else value.permute(inverse(slot.order))
 
 
 def number_of(tensor: torch.Tensor) -> int | float | bool:
@@ -236,30 +238,31 @@ def write_python_op(
         One value for each result (None where the fake result is None), and the callable to register.
     """
     flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-    values, slots = [], []
-    remaining = iter(fakes)
-    for position, argument in enumerate(flat):
-        if isinstance(argument, ir.Value):
-            like = next(remaining)
-            is_tensor = isinstance(like, torch.Tensor)
-            order = (order_of(like) if _draws(target) else order_for(target, like)) if is_tensor else None
-            slots.append(_TensorSlot(position, like.dtype if is_tensor else None, order))
-            values.append(argument)
+    results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+    places = [position for position, argument in enumerate(flat) if isinstance(argument, ir.Value)]
+    values = [flat[position] for position in places]
+    given, orders = call_orders(target, values, fakes, results, on_cpu=op.builder.aten_op)
+    values = [laid_out(op, value, order) for value, order in zip(values, given, strict=True)]
+    dtypes = [like.dtype if isinstance(like, torch.Tensor) else None for like in fakes]
+    slots = [_TensorSlot(*one) for one in zip(places, dtypes, given, strict=True)]
     if not values:  # a PythonOp has at least one input, and of nothing but constants ONNX Runtime would take one for all steps
         values.append(constant(op, 0, ir.DataType.INT64))
         slots.append(_TensorSlot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
-    results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
-    call = make_call(target, title, spec, constants, slots, results)
+    call = make_call(target, title, spec, constants, slots, results, orders)
     outputs = [_output_of(value) for value in results if value is not None]
     if op.builder.aten_op and outputs:
         call.op_type = ATEN
         made = op.ATen(*values, operator=call.name, overload_name="", _domain=ATEN_DOMAIN, _version=1, _outputs=len(outputs))
-        return as_declared(op, [made] if isinstance(made, ir.Value) else made, results, outputs), call
+        return _read(op, as_declared(op, [made] if isinstance(made, ir.Value) else made, results, outputs), orders), call
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
-    context, *given = typed_context((made,) if isinstance(made, ir.Value) else made)
+    context, *made = typed_context((made,) if isinstance(made, ir.Value) else made)
     release_context(op, context)
-    return as_declared(op, given, results, outputs), call
+    return _read(op, as_declared(op, made, results, outputs), orders), call
+
+
+def _read(op: Any, values: Sequence[ir.Value | None], orders: Sequence[Order]) -> list[ir.Value | None]:
+    return [None if value is None else read_back(op, value, order) for value, order in zip(values, orders, strict=True)]
 
 
 def release_context(op: Any, context: ir.Value) -> None:

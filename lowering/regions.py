@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import symbolic
+from ort_backend.lowering import fused_attention, symbolic
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.cudnn import CUDNN_LAYER, CUDNN_LAYER_BACKWARD
 from ort_backend.lowering.fx_nodes import convolution_of
@@ -87,8 +87,8 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
         strict: Whether ONNX Runtime runs all that it can, even where PyTorch is faster.
     """
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr") and not is_dropped(node)]
-    slow = [] if strict else [node for node in calls if _is_slow(node, target)]
-    reasons, trial = _not_on_ort(graph, calls, target, {**dict.fromkeys(slow, SLOWER), **refused})
+    chosen = {} if strict else {node: reason for node in calls if (reason := _chosen(node, target)) is not None}
+    reasons, trial = _not_on_ort(graph, calls, target, {**chosen, **refused})
     free = frozenset(node for node in calls if node not in reasons and _is_free(node))
     nodes = [node for node in calls if node not in free]
     needs = {node: _needs(node, free) for node in nodes}
@@ -189,6 +189,13 @@ def _refusal(trial: GraphLowering, node: fx.Node, hidden: set[fx.Node]) -> str |
     except LoweringError as refusal:
         return str(refusal).split("\n")[0]
     return None
+
+
+def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
+    """Why PyTorch's kernel runs a node, whether or not ONNX Runtime has operators to write it with."""
+    if node.target in fused_attention.KERNELS and target.kernels != "onnxruntime":
+        return fused_attention.REASON
+    return SLOWER if _is_slow(node, target) else None
 
 
 def _is_slow(node: fx.Node, target: OrtTarget) -> bool:

@@ -14,6 +14,7 @@ from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import READS_STRIDES, storage_order
 from ort_backend.lowering.partition import root
+from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output, carried
@@ -104,7 +105,7 @@ class Results:
             self._fetches[key] = len(self.values)
             self.values.append(self._outgoing(value, fake, permutation))
             self.nodes.append(node)
-        restored = None if permutation is None else _inverse(permutation)
+        restored = None if permutation is None else inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
 
     def _reshaped(self, node: fx.Node) -> fx.Node:
@@ -171,10 +172,6 @@ class Results:
     @staticmethod
     def _is_tangent(value: Any) -> bool:
         return value.producer().op_type == "YieldOp"
-
-
-def _inverse(permutation: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(permutation.index(i) for i in range(len(permutation)))
 
 
 def add_outputs(

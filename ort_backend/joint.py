@@ -21,6 +21,7 @@ from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph
 from ort_backend.lowering.partition import JointPartition, divide
+from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
@@ -128,6 +129,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
+    take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
 

@@ -15,6 +15,7 @@ from torch._functorch.compile_utils import rand_ops
 
 from ort_backend.boundary import tangent_outputs
 from ort_backend.lowering.partition import is_random
+from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases
@@ -46,6 +47,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     correct_statistics(joint.graph)
     drop_known_masks(joint.graph)
+    take_bare_biases(joint.graph)
     mark_gradients(joint.graph)
     asked = is_wanted(joint.graph)
     keep_draws(joint.graph)

@@ -21,11 +21,13 @@ from ort_backend.errors import LoweringError
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.function_site import SITES
+from ort_backend.lowering.fused_attention import REASON as FUSED
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import dependencies, root
+from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.effects import has_effect, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -76,6 +78,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
+    take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
     draws = hoist(graph).draws
@@ -108,7 +111,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER))
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED))
 
 
 def _counts(node: fx.Node, reason: str) -> bool:

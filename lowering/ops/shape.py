@@ -11,6 +11,7 @@ import torch
 from ort_backend.lowering.axes import axis, element_count, length, rank, size
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.dtypes import to_ir, to_torch
+from ort_backend.lowering.permuting import permuted
 from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector, name_of, reshape
 
@@ -72,12 +73,7 @@ def unsqueeze(op: Any, self: ir.Value, dim: int) -> ir.Value:
 @register(aten.permute.default, aten.permute_copy.default, any_dtype=True)
 def permute(op: Any, self: ir.Value, dims: Sequence[int]) -> ir.Value:
     """permute(Tensor self, int[] dims) -> Tensor"""
-    order = [axis(self, d) for d in dims]
-    before = self.producer()
-    if before is not None and before.op_type == "Transpose" and "perm" in before.attributes and before.inputs[0].shape is not None:  # type: ignore[union-attr]
-        first = list(before.attributes["perm"].as_ints())
-        self, order = before.inputs[0], [first[d] for d in order]  # type: ignore[assignment]
-    return self if order == list(range(rank(self))) else op.Transpose(self, perm=order)
+    return permuted(op, self, [axis(self, d) for d in dims])
 
 
 @register(aten.transpose.int, aten.transpose_copy.int, any_dtype=True)

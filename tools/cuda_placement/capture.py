@@ -34,8 +34,13 @@ _FACTORIES = {
 
 
 @contextlib.contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within, `backend="ort_training"` with the CUDA provider compiles graphs of CUDA tensors, and runs them in eager PyTorch on the CPU."""
+def as_on_cuda(attention: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Within, `backend="ort_training"` with the CUDA provider compiles graphs of CUDA tensors, and runs them in eager PyTorch on the CPU.
+
+    Args:
+        attention: What stands for `F.scaled_dot_product_attention` in the graphs: which kernels PyTorch would choose, it asks the device. None: the
+            operators that PyTorch falls back to.
+    """
     ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0]).pretend_cuda()
     trace = compiler.aot_module_simplified
 
@@ -48,7 +53,7 @@ def as_on_cuda() -> Iterator[None]:
         for site in kept:
             site.inputs = tuple((rank, dtype, _CUDA) for rank, dtype, _ in site.inputs)
         with mock.patch.object(TensorResult, "empty", lambda self: torch.empty(self.shape, dtype=self.dtype, device=_CUDA)):
-            trace(_moved(gm, mode), inputs, **callbacks)
+            trace(_moved(gm, mode, attention), inputs, **callbacks)
         for site, inputs in kept.items():
             site.inputs = inputs
         return gm
@@ -95,13 +100,15 @@ def _fallback(mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], args_sp
     )
 
 
-def _moved(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
+def _moved(gm: fx.GraphModule, mode: FakeTensorMode, attention: Callable[..., Any] | None) -> fx.GraphModule:
     """A copy of the graph, with those inside it, on the other device."""
     made = copy.deepcopy(gm)
     graphs = [module for module in made.modules() if isinstance(module, fx.GraphModule)]
     for module in graphs:
         for node in module.graph.nodes:
             node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _device)
+            if attention is not None and node.target is torch.nn.functional.scaled_dot_product_attention:
+                node.target = attention
             if node.op == "call_function" and node.target in _FACTORIES and node.kwargs.get("device") is None:
                 node.kwargs = {**node.kwargs, "device": _CUDA}
             if node.op == "call_function" and node.target is operator.getitem:
