@@ -20,7 +20,7 @@ from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
-from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, size_of, table_key
+from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, normalizes_bfloat16, size_of, table_key
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
@@ -134,7 +134,9 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     if slow_in_steps(node, target):
         return "PyTorch's kernel is faster than steps at this size"
     if target.device_type != "cpu":
-        return "the sizes of the groups are on the device" if _is_grouped(node) else None
+        if _is_grouped(node):
+            return "the sizes of the groups are on the device"
+        return "ONNX Runtime has no kernel for it in bfloat16, but for each step of it" if normalizes_bfloat16(node) else None
     if target.kernels == "pytorch":
         return "asked for"
     if node.target is aten._to_copy.default:
