@@ -40,20 +40,20 @@ def verified(compiled: Callable[..., Any], gm: fx.GraphModule, name: str, calls:
 
 
 def _compare(compiled: Callable[..., Any], gm: fx.GraphModule, args: Sequence[Any], names: Sequence[str], graph: str) -> None:
-    state = torch.get_rng_state()
+    state = _random_state()
     held = dict(itertools.chain(gm.named_parameters(), gm.named_buffers()))  # an optimizer's step holds what it changes
     before = {name: tensor.detach().clone() for name, tensor in held.items()}
     results, after = [], []
     try:
         with compiled_autograd.off():
             for function in (gm, compiled):
-                torch.set_rng_state(state)
+                _set_random_state(state)
                 try:
                     results.append(_run(function, *_copies(args)))
                 finally:
                     after.append(_put_back(held, before))
     finally:
-        torch.set_rng_state(state)
+        _set_random_state(state)
     (outputs, inputs, gradients), (own_outputs, own_inputs, own_gradients) = results
     for what, expected, actual, labels in (
         ("output", outputs, own_outputs, [str(i) for i in range(len(outputs))]),
@@ -63,6 +63,17 @@ def _compare(compiled: Callable[..., Any], gm: fx.GraphModule, args: Sequence[An
     ):
         for label, one, other in zip(labels, expected, actual, strict=True):
             _check(f"{what} {label}", one, other, graph)
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Those of PyTorch's generators, of the CPU and of the GPUs."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 def _put_back(held: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -98,9 +109,11 @@ def _copy(arg: Any, group: Sequence[torch.Tensor], copied: dict[int, torch.Tenso
         leaf = None
         if (copy := copied.get(_memory(arg))) is None:
             leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
-            copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
+            copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
         view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
-        return view.detach() if view.requires_grad and not arg.requires_grad else view, leaf
+        if view.requires_grad != arg.requires_grad:  # a view of it that requires none; or one that does, made while no gradients are recorded
+            view = view.detach().requires_grad_(arg.requires_grad)
+        return view, leaf
     if _is_apart(group):
         if (memory := copied.get(_memory(arg))) is None:
             copied[_memory(arg)] = memory = arg.new_empty(0).set_(arg.untyped_storage().clone())
