@@ -135,7 +135,7 @@ class Program:
     @classmethod
     def of(cls, model: ir.Model, provider: str = CPU_PROVIDER) -> Program:
         """The program of a model for a provider; rewrites the model where ONNX Runtime's own kernel would lose precision."""
-        disabled = harmful_optimizers(model)
+        disabled = harmful_optimizers(model, provider)
         if provider == CPU_PROVIDER and layer_norm.cancels():
             layer_norm.take_means_off(model)
             disabled.extend(layer_norm.FUSIONS)
