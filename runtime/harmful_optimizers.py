@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ort_backend.runtime.capabilities import CPU_PROVIDER, MS, has_kernel
+from ort_backend.runtime.capabilities import CPU_PROVIDER, MS, has_kernel, has_training
 from ort_backend.target import ATEN
 
 
@@ -18,7 +18,7 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
     MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
-    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
+    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid; and in bfloat16 where it has no kernel (CUDA, 1.19.2).
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
     by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
@@ -41,7 +41,9 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
     is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
     harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
-    if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
+    sigmoids = {node.outputs[0].dtype for node in model.graph if node.op_type == "Sigmoid"}
+    # A node of the operator alone does not tell that there is no kernel: it is a function, of which every step has one.
+    if ir.DataType.DOUBLE in sigmoids or ir.DataType.BFLOAT16 in sigmoids and has_training():
         harmful.append("QuickGeluFusion")
     if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
         harmful.append("FuseReluClip")

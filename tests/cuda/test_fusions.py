@@ -45,3 +45,28 @@ def test_where_the_optimizer_is_left_out(size: list[int], dtype: ir.DataType, ha
     model = ir.Model(ir.Graph([x, w], [y], nodes=[node], opset_imports={"": 18}, name="graph"), ir_version=9)
     is_harmful = len(size) > 1 or dtype == ir.DataType.BFLOAT16 and not has_kernel
     assert ("SkipLayerNormFusion" in harmful_optimizers.harmful_optimizers(model, "CUDAExecutionProvider")) == is_harmful
+
+
+def test_a_product_with_a_sigmoid_in_bfloat16(over_stand_in: Callable[..., object]) -> None:
+    """There is no kernel for what QuickGeluFusion makes of it in 1.19.2; where a fusion is not known to fail, the graph runs without any."""
+    code = """
+import torch
+from torch.nn import functional as F
+import ort_backend
+from ort_backend.runtime import harmful_optimizers, session
+from tools.cuda_placement.capture import as_on_cuda
+
+warnings = []
+session.log.warning = lambda *arguments: warnings.append(arguments)
+known = harmful_optimizers.harmful_optimizers
+for optimizers in (known, lambda *_: []):
+    session.harmful_optimizers = optimizers
+    torch._dynamo.reset()
+    x = torch.rand(2, 8, dtype=torch.bfloat16)
+    with torch.no_grad(), as_on_cuda():
+        torch.compile(lambda x: F.silu(x * 2) + 1, backend="ort_training", options={"provider": "CUDAExecutionProvider"}, dynamic=False)(x)
+    assert not ort_backend.report().graphs[-1].outside
+    print(len(warnings))
+assert "QuickGelu" in str(warnings[0][-1]), warnings
+"""
+    assert over_stand_in(code).stdout.split() == ["0", "1"]  # type: ignore[attr-defined]
