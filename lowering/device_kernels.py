@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.operator_class import size_of
+from ort_backend.lowering.operator_class import normalizes_bfloat16, size_of
 from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 
 aten = torch.ops.aten
@@ -52,6 +52,8 @@ def faster_on_device(node: fx.Node) -> str | None:
     """Why PyTorch's kernel runs a node of a CUDA graph; None where ONNX Runtime's does."""
     if node.target in _RECURRENT:
         return "each step of ONNX Runtime's Scan waits for the host"
+    if normalizes_bfloat16(node):
+        return "ONNX Runtime has no kernel for it in bfloat16, but for each step of it"
     if (found := size_of(node)) is None:
         return None
     size, dtype = found

@@ -28,6 +28,9 @@ _OF_BATCHES = {
 # What takes or puts an element for each index, and which argument has these: their number is the size.
 _BY_INDEX = {aten.gather.default: 2, aten.scatter_add.default: 2, aten.scatter.src: 2}
 
+# Normalizations of which onnxruntime-training has CUDA kernels in float32 for every step only, none in bfloat16; which argument is normalized.
+_STEPS_IN_BFLOAT16 = {**_OF_BATCHES, aten._native_batch_norm_legit_no_training.default: 0, aten.native_group_norm_backward.default: 1}
+
 # Elements along a dimension up to which they are few for a softmax.
 _FEW = 24
 
@@ -139,3 +142,11 @@ def elements_of(tensor: torch.Tensor) -> int | None:
     """Elements of a tensor, of the example where its sizes are symbolic; None where they follow from values."""
     hints = [size if isinstance(size, int) else size.node.hint for size in tensor.shape]
     return None if None in hints else math.prod(hints)
+
+
+def normalizes_bfloat16(node: fx.Node) -> bool:
+    """Whether a node is a normalization of a tensor in bfloat16, on a GPU, that ONNX Runtime would write as ten kernels between casts."""
+    if node.target not in _STEPS_IN_BFLOAT16:
+        return False
+    tensor: Any = node.args[_STEPS_IN_BFLOAT16[node.target]]
+    return tensor.meta["val"].dtype is torch.bfloat16

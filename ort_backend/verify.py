@@ -99,9 +99,11 @@ def _copy(arg: Any, group: Sequence[torch.Tensor], copied: dict[int, torch.Tenso
         leaf = None
         if (copy := copied.get(_memory(arg))) is None:
             leaf = base.detach().clone().requires_grad_(any(one.requires_grad for one in group))
-            copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad else leaf
+            copied[_memory(arg)] = copy = leaf.clone() if leaf.requires_grad and torch.is_grad_enabled() else leaf
         view = copy if arg is base else copy.as_strided(arg.shape, arg.stride(), arg.storage_offset() - base.storage_offset())
-        return view.detach() if view.requires_grad and not arg.requires_grad else view, leaf
+        if view.requires_grad != arg.requires_grad:  # a view of it that requires none; or one that does, made while no gradients are recorded
+            view = view.detach().requires_grad_(arg.requires_grad)
+        return view, leaf
     if _is_apart(group):
         if (memory := copied.get(_memory(arg))) is None:
             copied[_memory(arg)] = memory = arg.new_empty(0).set_(arg.untyped_storage().clone())

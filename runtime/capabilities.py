@@ -208,13 +208,17 @@ def _probe(node: ir.Node, provider: str, opset: int, libraries: tuple[str, ...],
     return message is None or not any(word in message for word in _NO_KERNEL)
 
 
-# What ONNX Runtime says of an operator that it does not know, or has no kernel for; the last, of one that only the CPU provider could run.
+# What ONNX Runtime says of an operator that it does not know, or has no kernel for, or that does not take such dtypes together. The last two: of one
+# that only the CPU provider could run; and of one, or a step in the body of a function, that no provider could, where there are several providers and
+# data may have to be copied between them (1.31.1 and 1.32.0: `IsNodeCompatibleWithProvider`; 1.19.2 gets as far as the kernels).
 _NO_KERNEL = (
     "NOT_IMPLEMENTED",
     "Could not find an implementation",
     "INVALID_GRAPH",
+    "Type Error",
     "is not a registered function/op",
     "assigned to the default CPU EP",
+    "Provider type for",
 )
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ort_backend.runtime.capabilities import CPU_PROVIDER, MS, has_kernel, has_training
 from ort_backend.target import ATEN
 
 
-def harmful_optimizers(model: ir.Model) -> list[str]:
-    """Graph optimizers of ONNX Runtime that break this graph, by name.
+def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[str]:
+    """Graph optimizers of ONNX Runtime that break this graph, by name, where the provider runs it.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
     MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
-    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid.
+    QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid; and in bfloat16 where it has no kernel (CUDA, 1.19.2).
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
     by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
@@ -28,7 +29,9 @@ def harmful_optimizers(model: ir.Model) -> list[str]:
     GatherToSliceFusion makes a Slice of a Gather of a Range. A range that falls to 0 ends at -1, the last element to a Slice, which then
     takes nothing (1.19.2, 1.31.1). For CUDA it writes the limits on the device, from which the Slice copies them.
     SkipLayerNormFusion makes a SkipLayerNormalization of a sum and its LayerNormalization, where nothing else reads the sum, as in front of a
-    backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2).
+    backward that computes it again; its CPU kernel leaves out the mean and the deviation, which that backward reads (1.19.2). It does so where
+    several dimensions are normalized, too, and the kernel refuses that as it runs (CUDA, 1.31.1); and in bfloat16, which the operator does not
+    take everywhere (1.19.2).
     CommonSubexpressionElimination lets the backward read a tensor that the forward hands out, and that the user may write to, where it would compute
     the same again (1.19.2).
     MatMulAddFusion puts what it makes of a product and a sum behind all other nodes: in a backward of its own the gradient that everything waits for
@@ -38,7 +41,9 @@ def harmful_optimizers(model: ir.Model) -> list[str]:
     products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
     is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
     harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
-    if any(node.op_type == "Sigmoid" and node.outputs[0].dtype == ir.DataType.DOUBLE for node in model.graph):
+    sigmoids = {node.outputs[0].dtype for node in model.graph if node.op_type == "Sigmoid"}
+    # A node of the operator alone does not tell that there is no kernel: it is a function, of which every step has one.
+    if ir.DataType.DOUBLE in sigmoids or ir.DataType.BFLOAT16 in sigmoids and has_training():
         harmful.append("QuickGeluFusion")
     if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
         harmful.append("FuseReluClip")
@@ -50,7 +55,7 @@ def harmful_optimizers(model: ir.Model) -> list[str]:
         harmful.append("NoopElimination")
     if _has_large_fill(model) or _folds_too_much(model):
         harmful.append("ConstantFolding")
-    if _reads_statistics(model):
+    if _reads_statistics(model) or _has_layers_not_to_skip(model, provider):
         harmful.append("SkipLayerNormFusion")
     if _has_activation_behind_yield(model):
         harmful.append("GemmActivationFusion")
@@ -65,6 +70,22 @@ def _reads_statistics(model: ir.Model) -> bool:
     """Whether something reads the mean or the deviation that a LayerNormalization has found."""
     found = [value for node in model.graph if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
     return any(value.uses() or value.is_graph_output() for value in found)
+
+
+def _has_layers_not_to_skip(model: ir.Model, provider: str) -> bool:
+    """Whether a LayerNormalization is of several dimensions, or of a dtype in which there is no SkipLayerNormalization."""
+    layers = [node for node in model.graph if node.op_type == "LayerNormalization"]
+    scales = [node.inputs[1] for node in layers if node.inputs[1] is not None]
+    if any(scale.shape is None or scale.shape.rank() != 1 for scale in scales):
+        return True
+    unusual = {scale.dtype for scale in scales} - {ir.DataType.FLOAT, ir.DataType.FLOAT16, None}
+    return not all(has_kernel(_skip_layer_norm(dtype), provider=provider, opset=18) for dtype in unusual if dtype is not None)
+
+
+def _skip_layer_norm(dtype: ir.DataType) -> ir.Node:
+    kind, size = ir.TensorType(dtype), ir.Shape([8])
+    inputs = [ir.Value(name=name, type=kind, shape=size if name == "scale" else ir.Shape([1, 2, 8])) for name in ("x", "y", "scale")]
+    return ir.Node(MS, "SkipLayerNormalization", inputs, outputs=[ir.Value(name="result", type=kind, shape=inputs[0].shape)], version=1)
 
 
 def _has_activation_behind_yield(model: ir.Model) -> bool:

@@ -45,6 +45,7 @@ ORT_ERRORS = (
 )
 
 _profiles = itertools.count()
+_FUSING = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
 
 # Attributes of nodes that hold the name of a callable.
 _CALLED = ("func_name", "operator")
@@ -135,7 +136,7 @@ class Program:
     @classmethod
     def of(cls, model: ir.Model, provider: str = CPU_PROVIDER) -> Program:
         """The program of a model for a provider; rewrites the model where ONNX Runtime's own kernel would lose precision."""
-        disabled = harmful_optimizers(model)
+        disabled = harmful_optimizers(model, provider)
         if provider == CPU_PROVIDER and layer_norm.cancels():
             layer_norm.take_means_off(model)
             disabled.extend(layer_norm.FUSIONS)
@@ -196,9 +197,11 @@ class Session:
     def _on_its_device(self) -> contextlib.AbstractContextManager[object]:
         return cuda.device(self._config.device) if self.on_cuda else contextlib.nullcontext()
 
-    def _made(self) -> ort.InferenceSession:
+    def _made(self, *, fuses: bool = True) -> ort.InferenceSession:
         provider = (self._config.provider, self._provider_options())
         options = self._config.make_options()
+        if not fuses:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         if options.enable_profiling:  # ONNX Runtime adds the second, in which other sessions are made as well
             options.profile_file_prefix += f"_{self.name}_{next(_profiles)}"
         disabled = list(self._program.disabled)
@@ -206,12 +209,23 @@ class Session:
             # Without fallback: on an error it would make the session again on the CPU, with all optimizers. 1.19 does so all the same.
             made = ort.InferenceSession(self._program.model, options, providers=[provider], disabled_optimizers=disabled, enable_fallback=0)
         except ORT_ERRORS as error:
-            if not self.captures or "graph capture" not in str(error):
-                raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
-            self.capture_no_more(error)
-            return self._made()
+            if self.captures and "graph capture" in str(error):
+                self.capture_no_more(error)
+                return self._made(fuses=fuses)
+            if self._config.provider != CPU_PROVIDER and options.graph_optimization_level in _FUSING:
+                return self._without_fusions(error)
+            raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
         if made.get_providers()[0] != self._config.provider:
             raise not_on(self._config.provider)
+        return made
+
+    def _without_fusions(self, error: Exception) -> ort.InferenceSession:
+        """The session of a graph that it rejects otherwise: every node has a kernel, but one that it has made of several may not."""
+        try:
+            made = self._made(fuses=False)
+        except SessionError:
+            raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
+        log.warning("ONNX Runtime runs the graph %r without its fusions of nodes, of which one fails: %s", self.name, error)
         return made
 
     def _provider_options(self) -> dict[str, str]:

@@ -12,6 +12,7 @@ from ort_backend.lowering.axes import refuse_empty
 from ort_backend.lowering.constants import int64s
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.normalization import (
+    as_single,
     layer_norm_by_primitives,
     mean_over,
     needs_primitives,
@@ -48,10 +49,11 @@ def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
     """
     grouped = _grouped(op, input, N, group)
     if needs_primitives(grouped, 1):
+        weight, bias = as_single(op, weight, bias)
         out, mean, rstd = layer_norm_by_primitives(op, grouped, 1, None, None, eps)
     else:
         out, mean, rstd = op.LayerNormalization(grouped, _ones_behind(op, grouped), axis=-1, epsilon=eps, _outputs=3)
-    out = typed(op.Reshape(out, op.Shape(input)), input.dtype, input.shape)
+    out = typed(op.Reshape(out, op.Shape(input)), out.dtype, input.shape)
     if weight is not None:
         out = op.Mul(out, per_channel(op, weight, input))
     if bias is not None:
@@ -66,10 +68,11 @@ def _group_norm_inputs(op: Any, grad_out: ir.Value, input: ir.Value, weight: Any
 
 def _group_norm_affine(op: Any, grad_out: Any, x: Any, mean: Any, rstd: Any, input: Any, mask: Any) -> tuple[ir.Value | None, ir.Value | None]:
     """The gradients of weight and bias; `x` is the grouped input, `mean` and `rstd` broadcast over it."""
+    grad_out, x, mean, rstd = as_single(op, grad_out, x, mean, rstd)
     axes = other_dims(input)
     grad_weight = None
     if mask[1]:
-        normal = typed(op.Reshape(op.Mul(op.Sub(x, mean), rstd), op.Shape(input)), input.dtype, input.shape)
+        normal = typed(op.Reshape(op.Mul(op.Sub(x, mean), rstd), op.Shape(input)), x.dtype, input.shape)
         grad_weight = sum_over(op, op.Mul(grad_out, normal), axes)
     return grad_weight, sum_over(op, grad_out, axes) if mask[2] else None
 
@@ -82,7 +85,7 @@ def native_group_norm_backward_fused(op, grad_out, input, mean, rstd, weight, N,
     refuse_double(input)
     refuse_single([C, HxW, 1 / group])
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
-    mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in (mean, rstd))
+    mean, rstd = (typed(op.Unsqueeze(value, int64s(op, [2])), value.dtype, [*value.shape, 1]) for value in as_single(op, mean, rstd))
     grad_input = None
     if output_mask[0]:
         ones = _ones_behind(op, x)
@@ -96,6 +99,7 @@ def native_group_norm_backward(op, grad_out, input, mean, rstd, weight, N, C, Hx
     """native_group_norm_backward(Tensor grad_out, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, SymInt N, SymInt C, SymInt HxW,
     int group, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
+    grad_out, input, mean, rstd, weight = as_single(op, grad_out, input, mean, rstd, weight)
     g, x = _group_norm_inputs(op, grad_out, input, weight, N, group)
     mean, rstd = (op.Unsqueeze(value, int64s(op, [2])) for value in (mean, rstd))
     grad_input = None

@@ -1,4 +1,4 @@
-"""Layer and batch normalization, each beside its backward."""
+"""Layer normalization, beside its backward, and what other normalizations share with it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.symbolic import size_of
 
 aten = torch.ops.aten
 
 
-def _filled(op: Any, number: float, size: Sequence[int | ir.Value], like: ir.Value) -> ir.Value:
+def filled(op: Any, number: float, size: Sequence[int | ir.Value], like: ir.Value) -> ir.Value:
+    """A constant that repeats a number, of the dtype of `like`."""
     if not all(isinstance(part, int) for part in size):
         raise Unsupported("normalization over dimensions of unknown size without a weight")
     return constant(op, np.full(list(size), number), like.dtype)  # type: ignore[arg-type]
@@ -35,8 +34,28 @@ def mean_over(op: Any, tensor: ir.Value, axes: Sequence[int], keepdims: bool = T
     return op.ReduceMean(tensor, int64s(op, axes), keepdims=int(keepdims))
 
 
-def _rsqrt(op: Any, variance: ir.Value, eps: float) -> ir.Value:
+def other_dims(input: ir.Value) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [0, *range(2, input.shape.rank())]  # type: ignore[union-attr]
+
+
+def per_channel(op: Any, vector: ir.Value, like: ir.Value) -> ir.Value:
+    """A vector over channels in the shape that broadcasts over `like` (N, C, ...)."""
+    spatial = like.shape.rank() - 2  # type: ignore[union-attr]
+    return op.Unsqueeze(vector, int64s(op, list(range(1, 1 + spatial)))) if spatial else vector
+
+
+def rsqrt(op: Any, variance: ir.Value, eps: float) -> ir.Value:
+    """1 / deviation."""
     return op.Reciprocal(op.Sqrt(op.Add(variance, scalar_like(op, eps, variance))))
+
+
+_HALF = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+
+
+def as_single(op: Any, *values: ir.Value | None) -> list[Any]:
+    """The values, those in half precision as float32: what statistics are in PyTorch's kernels for CUDA. (Elsewhere all are when they come here.)"""
+    return [op.Cast(value, to=ir.DataType.FLOAT) if value is not None and value.dtype in _HALF else value for value in values]
 
 
 def refuse_double(input: ir.Value) -> None:
@@ -70,17 +89,18 @@ def native_layer_norm(op, input, normalized_shape, weight, bias, eps):
     dims = len(normalized_shape)
     if needs_primitives(input, dims):
         return layer_norm_by_primitives(op, input, dims, weight, bias, eps)
-    weight = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
+    weight = filled(op, 1.0, normalized_shape, input) if weight is None else weight
     inputs = (input, weight) if bias is None else (input, weight, bias)
     return op.LayerNormalization(*inputs, axis=-dims, epsilon=eps, _outputs=3)
 
 
 def layer_norm_by_primitives(op: Any, input: ir.Value, dims: int, weight: ir.Value | None, bias: ir.Value | None, eps: float) -> list[ir.Value]:
     """(result, mean, 1 / deviation) of rows of the last `dims` dimensions, the statistics with these dimensions kept."""
+    input, weight, bias = as_single(op, input, weight, bias)
     axes = list(range(-dims, 0))
     mean = mean_over(op, input, axes)
     centred = op.Sub(input, mean)
-    rstd = _rsqrt(op, mean_over(op, op.Mul(centred, centred), axes), eps)
+    rstd = rsqrt(op, mean_over(op, op.Mul(centred, centred), axes), eps)
     out = op.Mul(centred, rstd)
     out = out if weight is None else op.Mul(out, weight)
     return [out if bias is None else op.Add(out, bias), mean, rstd]
@@ -93,7 +113,8 @@ def native_layer_norm_backward_fused(op, grad_out, input, normalized_shape, mean
     """
     refuse_double(input)
     refuse_single(normalized_shape)
-    scale = _filled(op, 1.0, normalized_shape, input) if weight is None else weight
+    scale = filled(op, 1.0, normalized_shape, input) if weight is None else weight
+    mean, rstd = as_single(op, mean, rstd)
     # The kernel writes all three.
     results = microsoft(op, "LayerNormalizationGrad", grad_out, input, scale, mean, rstd, like=(input, scale, scale), axis=-len(normalized_shape))
     return [result if wanted else None for result, wanted in zip(results, output_mask)]
@@ -104,6 +125,7 @@ def native_layer_norm_backward(op, grad_out, input, normalized_shape, mean, rstd
     """native_layer_norm_backward(Tensor grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight,
     Tensor? bias, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
     """
+    grad_out, input, mean, rstd, weight = as_single(op, grad_out, input, mean, rstd, weight)
     inner = list(range(-len(normalized_shape), 0))
     outer = list(range(input.shape.rank() - len(normalized_shape)))
     normal = op.Mul(op.Sub(input, mean), rstd)
@@ -112,245 +134,3 @@ def native_layer_norm_backward(op, grad_out, input, normalized_shape, mean, rstd
     grad_input = op.Mul(op.Sub(op.Sub(scaled, mean_over(op, scaled, inner)), along), rstd)
     grad_weight = sum_over(op, op.Mul(grad_out, normal), outer) if output_mask[1] else None
     return grad_input if output_mask[0] else None, grad_weight, sum_over(op, grad_out, outer) if output_mask[2] else None
-
-
-# -- batch norm
-
-
-def _channels(input: ir.Value) -> int:
-    channels = input.shape[1]  # type: ignore[index]
-    if not isinstance(channels, int):
-        raise Unsupported("batch normalization over an unknown number of channels")
-    return channels
-
-
-def other_dims(input: ir.Value) -> list[int]:
-    """All dimensions but that of the channels."""
-    return [0, *range(2, input.shape.rank())]  # type: ignore[union-attr]
-
-
-def per_channel(op: Any, vector: ir.Value, like: ir.Value) -> ir.Value:
-    """A vector over channels in the shape that broadcasts over `like` (N, C, ...)."""
-    spatial = like.shape.rank() - 2  # type: ignore[union-attr]
-    return op.Unsqueeze(vector, int64s(op, list(range(1, 1 + spatial)))) if spatial else vector
-
-
-def _affine(op: Any, input: ir.Value, weight: ir.Value | None, bias: ir.Value | None) -> tuple[ir.Value, ir.Value]:
-    size = [_channels(input)]
-    return (
-        _filled(op, 1.0, size, input) if weight is None else weight,
-        _filled(op, 0.0, size, input) if bias is None else bias,
-    )
-
-
-def _varies(value: ir.Value) -> bool:
-    """Whether a value depends on the data of an input, so that ONNX Runtime cannot compute it beforehand."""
-    seen, ahead = set(), [value]
-    while ahead:
-        one = ahead.pop()
-        if one.is_graph_input():
-            return True
-        node = one.producer()
-        if node is None or node in seen or node.op_type in ("Shape", "Size"):
-            continue
-        seen.add(node)
-        ahead.extend(source for source in reversed(node.inputs) if source is not None)
-    return False
-
-
-def _are_vectors(input: ir.Value) -> bool:
-    return all(size == 1 for size in input.shape[2:])  # type: ignore[index]
-
-
-def _refuse_vectors(input: ir.Value) -> None:
-    """Leaves batches of vectors to the primitives: the kernels on the CPU go through a plane of each channel at a time, here of one element.
-
-    They take 1.5 (64 x 64) to 10 times as long (784 x 640), and their gradients as well.
-    """
-    if _are_vectors(input):
-        raise Unsupported("the kernels are slow for planes of one element")
-
-
-def _batch_norm_fused(
-    op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """(result, mean, variance, 1 / deviation) of the batch. The variance is biased on the CPU, and unbiased on CUDA, as cuDNN's is (read in
-    1.19.2: orttraining/training_ops/cuda/nn/batch_norm_internal.cc).
-    """
-    refuse_double(input)
-    if not (_varies(running_mean) and _varies(running_var)):
-        raise Unsupported("the kernel writes over the running statistics, which are constants")
-    weight, bias = _affine(op, input, weight, bias)
-    # The kernel writes its running statistics over the old ones (an alias in ONNX Runtime), which therefore must be values that nothing
-    # else reads, nor is merged with. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.
-    scratch = [op.Mul(old, float(len(op.builder.graph))) for old in (running_mean, running_var)]
-    attributes = {"epsilon": eps, "momentum": 0.0, "training_mode": 1}
-    like = (input, bias, bias, bias, bias)
-    out, _, variance, mean, rstd = microsoft(op, "BatchNormInternal", input, weight, bias, *scratch, like=like, **attributes)
-    return out, mean, variance, rstd
-
-
-def _batch_norm(
-    op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, eps: float
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """(result, mean, biased variance, 1 / deviation) of the batch, by primitives: BatchNormalization in training mode has no CUDA kernel."""
-    axes = other_dims(input)
-    mean = mean_over(op, input, axes)
-    centred = op.Sub(input, mean)
-    variance = mean_over(op, op.Mul(centred, centred), axes)
-    rstd = _rsqrt(op, variance, eps)
-    mean, variance, rstd = (op.Squeeze(value, int64s(op, axes)) for value in (mean, variance, rstd))
-    return _scaled(op, input, centred, rstd, weight, bias), mean, variance, rstd
-
-
-def _scaled(op: Any, input: ir.Value, centred: ir.Value, rstd: ir.Value, weight: ir.Value | None, bias: ir.Value | None) -> ir.Value:
-    """centred rstd weight + bias, the vectors over channels."""
-    out = op.Mul(centred, per_channel(op, rstd if weight is None else op.Mul(rstd, weight), input))
-    return out if bias is None else op.Add(out, per_channel(op, bias, input))
-
-
-def _count(op: Any, input: ir.Value) -> float | ir.Value:
-    """How many elements each channel has."""
-    sizes = [input.shape[axis] for axis in other_dims(input)]  # type: ignore[index]
-    if all(isinstance(size, int) for size in sizes):
-        return float(math.prod(sizes))  # type: ignore[arg-type]
-    channels = input.shape[1]  # type: ignore[index]
-    known = constant(op, channels, ir.DataType.INT64) if isinstance(channels, int) else size_of(op, input, 1)
-    return op.Cast(op.Div(element_count(op, input), known), to=input.dtype)
-
-
-def _updated(
-    op: Any, input: ir.Value, running_mean: Any, running_var: Any, mean: ir.Value, variance: ir.Value, momentum: float, is_biased: bool
-) -> list[ir.Value]:
-    """The running statistics after the batch. PyTorch's running variance is unbiased; `is_biased`: whether the batch's is not."""
-    bessel: Any = momentum
-    if is_biased:
-        count = _count(op, input)
-        if isinstance(count, float):
-            bessel = momentum * count / (count - 1) if count > 1 else math.inf
-        else:
-            bessel = op.Mul(op.Div(count, op.Sub(count, 1.0)), momentum)
-    return [
-        op.Add(op.Mul(running_mean, 1.0 - momentum), op.Mul(mean, momentum)),
-        op.Add(op.Mul(running_var, 1.0 - momentum), op.Mul(variance, bessel)),
-    ]
-
-
-def _inference(op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float) -> ir.Value:
-    # For float64 an attribute would round eps; and see `_refuse_vectors`.
-    if input.dtype == ir.DataType.DOUBLE or _are_vectors(input):
-        centred = op.Sub(input, per_channel(op, running_mean, input))
-        return _scaled(op, input, centred, _rsqrt(op, running_var, eps), weight, bias)
-    weight, bias = _affine(op, input, weight, bias)
-    return op.BatchNormalization(input, weight, bias, running_mean, running_var, epsilon=eps)
-
-
-def _nothing(op: Any, like: ir.Value) -> ir.Value:
-    return constant(op, np.zeros([0]), like.dtype)  # type: ignore[arg-type]
-
-
-def _functional(
-    statistics: Any,
-    op: Any,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    mean: Any,
-    var: Any,
-    training: bool,
-    momentum: float,
-    eps: float,
-    is_biased: bool = True,
-) -> Any:
-    if not training:
-        none = _nothing(op, input)
-        return _inference(op, input, weight, bias, mean, var, eps), none, none, op.Identity(mean), op.Identity(var)
-    out, batch_mean, variance, rstd = statistics(op, input, weight, bias, mean, var, eps)
-    return out, batch_mean, rstd, *_updated(op, input, mean, var, batch_mean, variance, momentum, is_biased)
-
-
-@register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",))
-def native_batch_norm_functional_fused(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
-    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
-    """
-    _refuse_vectors(input)
-    return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-@register(aten._native_batch_norm_legit_functional.default, requires=("com.microsoft::BatchNormInternal",), device="cuda")
-def native_batch_norm_functional_cuda(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
-    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
-    """
-    return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps, is_biased=False)
-
-
-@register(aten._native_batch_norm_legit_functional.default)
-def native_batch_norm_functional(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
-    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
-    """
-    return _functional(_batch_norm, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
-
-
-@register(aten._native_batch_norm_legit.no_stats)
-def native_batch_norm_no_stats(op, input, weight, bias, training, momentum, eps):
-    """_native_batch_norm_legit.no_stats(Tensor input, Tensor? weight, Tensor? bias, bool training, float momentum, float eps) ->
-    (Tensor, Tensor, Tensor)
-    """
-    out, mean, _, rstd = _batch_norm(op, input, weight, bias, None, None, eps)
-    return out, mean, rstd
-
-
-@register(aten._native_batch_norm_legit_no_training.default)
-def native_batch_norm_no_training(op, input, weight, bias, running_mean, running_var, momentum, eps):
-    """_native_batch_norm_legit_no_training(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var,
-    float momentum, float eps) -> (Tensor, Tensor, Tensor)
-    """
-    none = _nothing(op, input)
-    return _inference(op, input, weight, bias, running_mean, running_var, eps), none, none
-
-
-@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",), device="cpu")
-def native_batch_norm_backward_cpu(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
-    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
-    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-    """
-    _refuse_vectors(input)
-    statistics = (running_mean, running_var, save_mean, save_invstd)
-    return native_batch_norm_backward_fused(op, grad_out, input, weight, *statistics, train, eps, output_mask)
-
-
-@register(aten.native_batch_norm_backward.default, requires=("com.microsoft::BatchNormalizationGrad",), device="cuda")
-def native_batch_norm_backward_fused(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
-    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
-    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-    """
-    if not train:
-        raise Unsupported("the kernel differentiates through the statistics of the batch")
-    scale, _ = _affine(op, input, weight, None)
-    results = microsoft(op, "BatchNormalizationGrad", grad_out, input, scale, save_mean, save_invstd, like=(input, scale, scale), epsilon=eps)
-    return [result if wanted else None for result, wanted in zip(results, output_mask)]
-
-
-@register(aten.native_batch_norm_backward.default)
-def native_batch_norm_backward(op, grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask):
-    """native_batch_norm_backward(Tensor grad_out, Tensor input, Tensor? weight, Tensor? running_mean, Tensor? running_var,
-    Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)
-    """
-    axes = other_dims(input)
-    mean = save_mean if train else running_mean
-    invstd = save_invstd if train else _rsqrt(op, running_var, eps)
-    grad_weight = grad_input = None
-    if output_mask[1] or train:
-        normal = op.Mul(op.Sub(input, per_channel(op, mean, input)), per_channel(op, invstd, input))
-        grad_weight = sum_over(op, op.Mul(grad_out, normal), axes)
-    if output_mask[0]:
-        factor = per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
-        grad_input = grad_out
-        if train:
-            along = op.Mul(normal, per_channel(op, op.Div(grad_weight, _count(op, input)), input))
-            grad_input = op.Sub(op.Sub(grad_out, mean_over(op, grad_out, axes)), along)
-        grad_input = op.Mul(grad_input, factor)
-    return grad_input, grad_weight if output_mask[1] else None, sum_over(op, grad_out, axes) if output_mask[2] else None

@@ -2,7 +2,7 @@
 
 Beside parameters or running statistics in float32, as under autocast, the kernels on the CPU keep mean and deviation in float32, and take no others
 in the backward; the fake ones have the dtype of the input, and a group norm's gradient of the input that of the parameters. New running statistics
-have the dtype of the old ones; the fake ones are float32.
+have the dtype of the old ones; the fake ones are float32. For CUDA the fake ones are otherwise right: statistics are float32, but those of groups.
 """
 
 from __future__ import annotations

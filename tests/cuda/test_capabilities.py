@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 import pytest
 import torch
+from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime import capabilities
 
@@ -66,3 +67,32 @@ asked = [
 found = [has_kernel(one, provider="CUDAExecutionProvider", opset=18) for one in asked]
 assert found == [False, True, True, True], found
 """)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[ONNXRuntimeError] : 1 : FAIL : Exception during initialization: /onnxruntime_src/onnxruntime/core/optimizer/transformer_memcpy.cc:253 bool "
+        "onnxruntime::TransformerMemcpyImpl::IsNodeCompatibleWithProvider(const onnxruntime::Node&) const !node_provider_type.empty() was false. "
+        "Provider type for ReduceMax node with name '' is not set.",
+        "[ONNXRuntimeError] : 1 : FAIL : Type Error: Type parameter (T) of Optype (Sub) bound to different types (tensor(bfloat16) and tensor(float) "
+        "in node ().",
+    ],
+    ids=["no provider", "dtypes"],
+)
+def test_what_onnxruntime_says_of_a_node_without_a_kernel(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 1.31.1 says it on a GPU of a LogSoftmax in bfloat16, a function of which one step has no kernel."""
+
+    def refuse(*_: object) -> None:
+        raise C.Fail(said)
+
+    monkeypatch.setattr(capabilities, "check_provider", lambda *_: None)
+    monkeypatch.setattr(capabilities, "_probed", {})
+    monkeypatch.setattr(capabilities, "_providers", refuse)
+    x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.BFLOAT16), shape=ir.Shape([2, 3])) for name in "xy")
+    assert not capabilities.has_kernel(ir.Node("", "LogSoftmax", [x], outputs=[y]), provider=CUDA, opset=18)
+
+
+def test_dtypes_that_do_not_go_together() -> None:
+    values = [ir.Value(name=name, type=ir.TensorType(dtype)) for name, dtype in zip("ab", (ir.DataType.FLOAT16, ir.DataType.FLOAT))]
+    assert not capabilities.has_kernel(ir.Node("", "Sub", values), provider="CPUExecutionProvider", opset=18)

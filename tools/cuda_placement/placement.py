@@ -38,7 +38,7 @@ class Placed:
         cuda: Number of nodes on the CUDA provider.
         cpu: Nodes on the CPU provider, by operator.
         copies: Number of Memcpy nodes.
-        python: Operators that run in PyTorch, by name.
+        python: Operators that run in PyTorch by name, but for those whose kernel there is the faster one.
         names: Names of the nodes on the CPU and of the copies.
         problem: Why there is nothing to say; empty if there is.
     """
@@ -111,7 +111,8 @@ def _read(name: str, log: str) -> Placed:
     python: collections.Counter[str] = collections.Counter()
     for graph in ort_backend.report().graphs:
         for one in graph.outside:
-            python[one.operator] += one.count
+            if not one.is_choice:
+                python[one.operator] += one.count
     return Placed(
         name,
         graphs=log.count("] Node placements"),
