@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from seeded import seeded
 
 import ort_backend
 from ort_backend.graph_report import GraphReport
@@ -13,7 +14,7 @@ from ort_backend.graph_report import GraphReport
 
 def leaves(*shapes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
     """Tensors that require grad."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [torch.randn(tuple(shape), generator=generator).requires_grad_() for shape in shapes]
 
 

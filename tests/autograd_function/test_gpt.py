@@ -6,6 +6,7 @@ import copy
 import math
 
 import torch
+from seeded import seeded
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
@@ -101,7 +102,7 @@ def test_fifty_steps_with_eagers_losses() -> None:
     losses: list[list[float]] = [[], []]
     for module, into in ((compiled, losses[0]), (eager, losses[1])):
         optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         for _ in range(STEPS):
             start = torch.randint(VOCABULARY, (8, 1), generator=generator)
             sequence = (start + torch.arange(LENGTH + 1) * 3) % VOCABULARY

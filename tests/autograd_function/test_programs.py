@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -123,7 +124,7 @@ def test_a_random_program(seed: int, checkpointed: bool, size: str) -> None:
     shape = (3, 4, 8) if size == "small" else (4, 128, 128)  # activations from 65,536 elements on are computed again
     net = Net(blocks, shape[-1], checkpointed).double()
     own = copy.deepcopy(net)
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
     compiled = torch.compile(own, backend="ort_training", fullgraph=True, options={"kernels": draw.choice(["measured", "onnxruntime"])})
     before = len(ort_backend.report().graphs)
     for _ in range(2):

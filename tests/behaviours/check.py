@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 
 import ort_backend
@@ -187,7 +188,7 @@ def differentiable(tree: Any) -> list[torch.Tensor]:
 
 def tangent(output: torch.Tensor) -> torch.Tensor:
     """Random numbers of the shape of `output`, the same for both sides, without a draw from the global generator."""
-    generator = torch.Generator().manual_seed(output.numel() + 1)
+    generator = seeded(output.numel() + 1)
     made = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     return (made + 1j * made.flip(0) if output.is_complex() and output.dim() else made).to(output.dtype).to(output.device)
 

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
+from seeded import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch_version import GUARDS_PARAMETERS, TORCH
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (4, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 

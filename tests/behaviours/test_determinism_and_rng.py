@@ -12,10 +12,11 @@ import onnxruntime
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
+from seeded import seeded
 from torch import nn
 from torch.nn import functional as F
 
-X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+X = torch.randn(6, 4, generator=seeded(0)).requires_grad_()
 
 
 def dropping() -> nn.Module:

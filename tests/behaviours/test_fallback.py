@@ -10,6 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
+from seeded import seeded
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -20,7 +21,7 @@ from ort_backend.runtime import capabilities
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (4, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 
@@ -77,7 +78,7 @@ def test_a_graph_that_runs_whole_warns_of_nothing(warnings_of_the_backend: Any) 
 
 
 def test_complex_tensors() -> None:
-    z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    z = torch.randn(4, 3, dtype=torch.complex64, generator=seeded(2)).requires_grad_()
 
     def function(z: torch.Tensor, x: torch.Tensor) -> Any:
         w = z * z.conj() + x * 1j
@@ -116,7 +117,7 @@ def test_a_fourier_transform() -> None:
 
 
 def test_a_fourier_transform_of_a_large_prime_length() -> None:
-    x = torch.randn(2, 1031, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    x = torch.randn(2, 1031, generator=seeded(2)).requires_grad_()
     ran = fourier_as_in_eager(x, rtol=1e-4, atol=1e-4)
     assert any("fft" in operator for operator in ran.python_ops)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Ran, call, compiled, on_ort, same_as_eager, same_module, same_tree
+from seeded import seeded
 from torch import nn
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(8, 4, generator=seeded(0))
 HALVES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}, torch.float16: {"rtol": 1e-2, "atol": 1e-2}}
 

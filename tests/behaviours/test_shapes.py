@@ -11,6 +11,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, onnx_files, same_as_eager, same_tree
 from models import ids
+from seeded import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch_version import MORE_IS_SYMBOLIC, TORCH
@@ -20,7 +21,7 @@ import ort_backend
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*shape, generator=seeded(seed))
     return made.requires_grad_()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
 from behaviours.operators import BOTH, cube
+from seeded import seeded
 from torch import nn
 from torch_version import THREADS_CRASH
 
@@ -23,7 +24,7 @@ def net() -> nn.Module:
 
 
 def x_of(seed: int) -> torch.Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(5, 3, generator=seeded(seed))
 
 
 def in_threads(function: Callable[[int], Any], count: int = THREADS) -> list[Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from behaviours.check import compiled, on_ort, same_gradients, same_tree, single_session
+from seeded import seeded
 from torch import Tensor, nn
 
 from ort_backend import joint
@@ -116,7 +117,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def _step(module: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     module.zero_grad()
     result = call(x)
-    (result * torch.rand(result.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+    (result * torch.rand(result.shape, generator=seeded(2))).sum().backward()
     return result.detach(), x
 
 
@@ -127,7 +128,7 @@ def test_a_module(written: list[int], name: str, input_gradient: bool) -> None:
     torch.manual_seed(0)
     module = make()
     other = copy.deepcopy(module)
-    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_(input_gradient) for _ in range(2))
+    x, y = (torch.randn(shape, generator=seeded(1)).requires_grad_(input_gradient) for _ in range(2))
     with on_ort(graphs=1):
         actual = _step(module, compiled(module), x)
     expected = _step(other, other, y)
@@ -157,7 +158,7 @@ def test_any_number_of_images(written: list[int], name: str) -> None:
     with on_ort(graphs=1):
         call = compiled(module, dynamic=True)
         for images in (4, 3, 6):
-            x, y = (torch.randn(images, *shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+            x, y = (torch.randn(images, *shape, generator=seeded(1)).requires_grad_() for _ in range(2))
             same_tree(_step(module, call, x)[0], _step(other, other, y)[0])
             same_gradients([*module.parameters(), x], [*other.parameters(), y], rtol=1e-3, atol=1e-4)
     assert sum(written) > 0
@@ -208,7 +209,7 @@ def test_what_is_read_elsewhere_too(written: list[int]) -> None:
         picture = filters(rows.permute(0, 3, 1, 2)).relu()
         return picture, picture.permute(0, 2, 3, 1) * 2, picture.sum((0, 2, 3))
 
-    x, y = (torch.randn(2, 16, 16, 64, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2))
+    x, y = (torch.randn(2, 16, 16, 64, generator=seeded(0)).requires_grad_() for _ in range(2))
     expected = read(y)
     with on_ort(graphs=1):
         actual = compiled(read)(x)
@@ -225,7 +226,7 @@ def test_a_model_in_channels_last(written: list[int]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, groups=64), nn.GELU(), nn.Conv2d(64, 32, 1)).to(memory_format=torch.channels_last)
     other = copy.deepcopy(module)
-    x, y = (torch.randn(4, 16, 16, 64, generator=torch.Generator().manual_seed(0)).permute(0, 3, 1, 2).requires_grad_() for _ in range(2))
+    x, y = (torch.randn(4, 16, 16, 64, generator=seeded(0)).permute(0, 3, 1, 2).requires_grad_() for _ in range(2))
     with on_ort(graphs=1):
         actual = _step(module, compiled(module), x)[0]
     expected = _step(other, other, y)[0]

@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import single_session
+from seeded import seeded
 from torch import nn
 
 import ort_backend
@@ -61,7 +62,7 @@ def _step(call: Any, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 def _compiled(net: nn.Module, **options: Any) -> ort_backend.graph_report.GraphReport:
     """The report of a step that was compared with eager's: results, gradients, and the generator's state."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(ROWS, WIDTH, generator=seeded(0), requires_grad=True)
     expected = [value.clone() for value in _step(net, net, x)]
     compiled = torch.compile(net, backend="ort_training", fullgraph=True, options=options)
     for got, want in zip(_step(compiled, net, x), expected, strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, single_session
 from ops.harness import trace
+from seeded import seeded
 from torch import nn
 
 from ort_backend.lowering import depthwise
@@ -30,7 +31,7 @@ SHAPES = [
 
 
 def _inputs(images: int, channels: int, size: Any, taken: Any, stride: Any, padding: Any, dilation: Any) -> tuple[Any, ...]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     image = torch.randn(images, channels, *size, generator=generator)
     weight, bias = torch.randn(channels, 1, *taken, generator=generator), torch.randn(channels, generator=generator)
     settings = (stride, padding, dilation, False, [0] * len(size), channels)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree, single_session
+from seeded import seeded
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _picture(kind: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     x = torch.randn(3, 17, 11, 8, generator=generator)
     if kind == "ties":
         return x.round()

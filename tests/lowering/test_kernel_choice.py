@@ -10,6 +10,7 @@ import pytest
 import torch
 from behaviours.check import single_session
 from ops.harness import trace
+from seeded import seeded
 from torch import nn
 
 import ort_backend
@@ -151,7 +152,7 @@ def test_classes_of_operators(function: Any, expected: str) -> None:
     assert expected in classes
 
 
-PLACES = torch.randint(0, 64, (1024, 32), generator=torch.Generator().manual_seed(0))
+PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
 
 
 @single_session

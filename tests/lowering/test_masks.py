@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import Both, on_ort, single_session
+from seeded import seeded
 from torch import nn
 
 aten = torch.ops.aten
@@ -18,7 +19,7 @@ MANY, FEW = (64, 3, 128), (4, 3, 8)
 
 
 def _mask(sizes: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(0)) > 0
+    return torch.randn(sizes, generator=seeded(0)) > 0
 
 
 @pytest.mark.parametrize(("sizes", "dequantized"), [(MANY, True), (FEW, False)])
@@ -68,7 +69,7 @@ def test_a_count_of_changing_length(check: Check) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1 / 0.9, 1.0, 0.0])
 def test_gradients_of_dropout(check: Check, sizes: tuple[int, ...], dtype: torch.dtype, scale: float) -> None:
-    grad = torch.randn(sizes, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    grad = torch.randn(sizes, dtype=dtype, generator=seeded(1))
     grad.view(-1)[:3] = torch.tensor([float("inf"), float("nan"), -0.0])
     check(lambda grad, mask: aten.native_dropout_backward(grad, mask, scale), grad, _mask(sizes), rtol=1e-6, atol=0)
 
