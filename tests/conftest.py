@@ -60,12 +60,15 @@ def _fresh_torch() -> Iterator[None]:
         set_mode(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)  # type: ignore[attr-defined]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, what is marked `cuda` is skipped."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what is marked `cuda` where there is no CUDA device, and what is marked `cpu_only` where tests make their tensors on one."""
+    lacks_cuda, on_cuda = not torch.cuda.is_available(), config.getoption("--device") == "cuda"
+    for item in items:
+        if lacks_cuda and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        only = item.get_closest_marker("cpu_only")
+        if on_cuda and only is not None:
+            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {only.kwargs['reason']}"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from seeded import seeded
+from default_device import seeded
 
 import ort_backend
 from ort_backend.graph_report import GraphReport

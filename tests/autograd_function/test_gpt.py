@@ -6,7 +6,7 @@ import copy
 import math
 
 import torch
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import seeded
+from default_device import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

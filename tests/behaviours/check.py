@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 import ort_backend

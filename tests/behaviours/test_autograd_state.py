@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch_version import GUARDS_PARAMETERS, TORCH

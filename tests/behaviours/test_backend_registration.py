@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, onnx_files, refused, same_as_eager, same_module, same_tree
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 import ort_backend

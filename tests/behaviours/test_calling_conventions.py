@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_module, same_tree
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, refused, same_as_eager, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 import ort_backend

@@ -10,7 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 

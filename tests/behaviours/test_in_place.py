@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, same_as_eager, same_gradients, same_tree, single_session, twin
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 import ort_backend

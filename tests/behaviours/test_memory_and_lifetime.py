@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, compiled, on_ort, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 from ort_backend.runtime.training_graph import _Run

@@ -10,7 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager
 from behaviours.operators import Cubed
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch_version import VIEWS_WITHOUT_GRADIENTS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort, same_gradients, single_session, twin
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 from ort_backend.errors import OrtBackendError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Ran, call, compiled, on_ort, same_as_eager, same_module, same_tree
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 X = torch.randn(8, 4, generator=seeded(0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort
 from behaviours.test_memory_and_lifetime import alive
-from seeded import seeded
+from default_device import seeded
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

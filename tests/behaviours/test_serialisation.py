@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 X = torch.randn(4, 3, generator=seeded(0))

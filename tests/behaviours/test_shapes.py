@@ -10,8 +10,8 @@ import onnx
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, onnx_files, same_as_eager, same_tree
+from default_device import seeded
 from models import ids
-from seeded import seeded
 from torch import nn
 from torch.nn import functional as F
 from torch_version import MORE_IS_SYMBOLIC, TORCH

@@ -12,7 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
 from behaviours.operators import BOTH, cube
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch_version import THREADS_CRASH
 

@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import Both, compiled, on_ort, onnx_files, same_gradients, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import fx, nn
 
 from ort_backend.lowering.passes.tangents import loosen_tangents

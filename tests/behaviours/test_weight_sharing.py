@@ -6,7 +6,7 @@ import copy
 
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_module
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 

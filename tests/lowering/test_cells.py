@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from behaviours.check import compiled, on_ort, same_gradients, same_tree, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import Tensor, nn
 
 from ort_backend import joint

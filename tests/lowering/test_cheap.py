@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 import ort_backend

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, single_session
+from default_device import seeded
 from ops.harness import trace
-from seeded import seeded
 from torch import nn
 
 from ort_backend.lowering import depthwise

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 

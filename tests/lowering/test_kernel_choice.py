@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import seeded
 from ops.harness import trace
-from seeded import seeded
 from torch import nn
 
 import ort_backend

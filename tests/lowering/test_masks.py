@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import Both, on_ort, single_session
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from behaviours.check import on_ort
-from seeded import seeded
+from default_device import seeded
 from torch.nn import functional as F
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

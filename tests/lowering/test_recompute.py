@@ -13,7 +13,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS
-from seeded import seeded
+from default_device import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

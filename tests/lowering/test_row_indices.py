@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, same_gradients, same_tree, twin
-from seeded import seeded
+from default_device import seeded
 
 from ort_backend import joint, regions
 from ort_backend.lowering.passes import row_indices

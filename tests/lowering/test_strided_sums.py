@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, same_gradients, same_tree, twin
+from default_device import seeded
 from ops.harness import check
-from seeded import seeded
 
 from ort_backend import joint, regions
 from ort_backend.lowering.passes import strided_sums

@@ -1,4 +1,4 @@
-"""Runs one function of tensors through the lowerings and a plain session, without the rest of the backend."""
+"""Runs one function of tensors through the lowerings and a plain session on the CPU provider, without the rest of the backend."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     options.log_severity_level = 3
     program = Program.of(lowered.model)
     session = ort.InferenceSession(program.model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(program.disabled))
-    feeds = {info.name: tensor.detach().contiguous().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
+    feeds = {info.name: tensor.detach().contiguous().cpu().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
     return [torch.from_numpy(array) for array in session.run(None, feeds)]
 
 
@@ -62,5 +62,5 @@ def check(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = F
             actual = run(lowered, given)
             for mine, theirs in zip(actual, expected, strict=True):
                 assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (mine.dtype, mine.shape, theirs.dtype, theirs.shape)
-                torch.testing.assert_close(mine, theirs, equal_nan=True)
+                torch.testing.assert_close(mine, theirs.cpu(), equal_nan=True)
     return lowered

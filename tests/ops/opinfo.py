@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from seeded import seeded
+from default_device import seeded
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
