@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.guards
+import torch._dynamo.variables.torch
 import torch._functorch.config
 import torch._logging._internal
+import torch.utils._device
 from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
@@ -29,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: some make tensors then."""
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
+        # Until torch 2.13 graphs have what `torch.tensor`, `torch.arange` and most others make on the CPU, with any backend.
+        torch._dynamo.variables.torch.get_overridable_functions().update(torch.utils._device._device_constructors())
     torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default
     # Dynamo times every set of guards once, with cold caches: it writes 32 MB first, which takes 16 ms of each compile, an eighth of all tests' time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]

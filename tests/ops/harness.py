@@ -50,7 +50,7 @@ def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     program = Program.of(lowered.model)
     session = ort.InferenceSession(program.model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(program.disabled))
     feeds = {info.name: tensor.detach().contiguous().cpu().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
-    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+    return [torch.from_numpy(array).to(torch.get_default_device()) for array in session.run(None, feeds)]
 
 
 def check(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False, other: Sequence[torch.Tensor] | None = None) -> LoweredGraph:
@@ -62,5 +62,5 @@ def check(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = F
             actual = run(lowered, given)
             for mine, theirs in zip(actual, expected, strict=True):
                 assert mine.dtype == theirs.dtype and mine.shape == theirs.shape, (mine.dtype, mine.shape, theirs.dtype, theirs.shape)
-                torch.testing.assert_close(mine, theirs.cpu(), equal_nan=True)
+                torch.testing.assert_close(mine, theirs, equal_nan=True)
     return lowered
