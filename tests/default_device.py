@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-ON_CPU = torch.get_default_device().type == "cpu"  # conftest.py sets it before test modules are imported
+DEVICE = torch.get_default_device().type  # conftest.py sets it before test modules are imported
+ON_CPU = DEVICE == "cpu"
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
-from default_device import seeded
+from default_device import DEVICE, seeded
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -50,6 +50,13 @@ def test_an_operator_without_a_lowering_runs_in_pytorch() -> None:
     assert one.count == other.count == 1 and "no lowering" in one.reason
     assert "test_fallback.py" in one.where
     assert ran.graphs[0].onnx_nodes > 2
+
+
+def test_the_users_line_is_named_where_a_default_device_is_set() -> None:
+    """Then a file of PyTorch's calls every operator."""
+    with torch.device(DEVICE):
+        ran = same_as_eager(lambda x: cube(x.sin(), 0.5) * 2, call(A), graphs=1, python_ops=BOTH)
+    assert "test_fallback.py" in next(one.where for one in ran.graphs[0].outside if not one.is_choice)
 
 
 def test_results_of_several_dtypes_come_back() -> None:
