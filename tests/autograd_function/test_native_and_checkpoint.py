@@ -51,6 +51,7 @@ def _gradient(function: Any, x: torch.Tensor) -> torch.Tensor:
     return x.grad.clone()
 
 
+@pytest.mark.cpu_only(reason="memory that C reads")
 def test_a_body_of_machine_code() -> None:
     layer = torch.nn.Linear(4, 4)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_device import DEVICE, ON_CPU
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -205,7 +206,7 @@ def test_kernels_are_chosen_for_the_size_at_hand() -> None:
         compiled, x = compile_again(model, dynamic=True), torch.randn(rows, 256)
         torch.testing.assert_close(step(compiled, x), step(model, x))
         assert found() == hits
-        assert bool(ort_backend.report().graphs[-1].outside) == in_pytorch
+        assert bool(ort_backend.report().graphs[-1].outside) == (in_pytorch and ON_CPU)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -295,10 +296,10 @@ def _nothing() -> Iterator[None]:
     ("first", "second"),
     [
         (_nothing, torch.no_grad),
-        (_nothing, lambda: torch.autocast("cpu", torch.bfloat16)),
-        (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.autocast("cpu", torch.float16)),
+        (_nothing, lambda: torch.autocast(DEVICE, torch.bfloat16)),
+        (lambda: torch.autocast(DEVICE, torch.bfloat16), lambda: torch.autocast(DEVICE, torch.float16)),
         (_nothing, lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
-        (_nothing, lambda: torch.backends.mkldnn.flags(enabled=False)),
+        pytest.param(_nothing, lambda: torch.backends.mkldnn.flags(enabled=False), marks=pytest.mark.cpu_only(reason="oneDNN")),
     ],
 )
 def test_another_state_of_pytorch_is_another_graph(first: Callable[[], Any], second: Callable[[], Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, single_session
-from default_device import seeded
+from default_device import DEVICE, seeded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
@@ -121,12 +121,12 @@ def test_results_can_be_written_to(function: Callable[..., Any]) -> None:
 
 def test_autocast() -> None:
     def halves(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return x @ W
 
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 return function(x)
 
         return run

@@ -29,7 +29,7 @@ def _meeting(x: torch.Tensor) -> torch.Tensor:
 
 # Not by `custom_op`, inside which Dynamo is off.
 torch.library.define("behaviours::meeting", "(Tensor x) -> Tensor")
-torch.library.impl("behaviours::meeting", "CPU", _meeting)
+torch.library.impl("behaviours::meeting", ("CPU", "CUDA"), _meeting)
 torch.library.register_fake("behaviours::meeting", torch.empty_like)
 meeting = torch.ops.behaviours.meeting
 
@@ -54,6 +54,7 @@ def _nodes(folder: Path) -> list[onnx.NodeProto]:
     return list(onnx.load(path).graph.node)
 
 
+@pytest.mark.cpu_only(reason="ATen nodes")
 def test_they_are_aten_nodes_and_users_functions_python_ops(tmp_path: Path) -> None:
     assert capabilities.has_aten_op()
     x = torch.rand(4).requires_grad_()

@@ -17,6 +17,8 @@ import ort_backend
 from ort_backend.lowering import dense_products, kernel_choice, operator_class
 from ort_backend.runtime import capabilities
 
+pytestmark = pytest.mark.cpu_only(reason="kernels that were measured there")
+
 TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
 
 

@@ -87,7 +87,7 @@ def _gradients(results: Results, inputs: list[list[torch.Tensor]]) -> Results:
 def _tangent(seed: int, result: torch.Tensor) -> torch.Tensor:
     generator = seeded(seed)
     kind = torch.complex128 if result.is_complex() else torch.float64
-    return torch.randn(result.shape, dtype=kind, generator=generator).to(result.dtype)
+    return torch.randn(result.shape, dtype=kind, generator=generator).to(result)
 
 
 def _plain(result: Any) -> Any:
