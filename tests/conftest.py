@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: some make tensors then."""
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses products that are to be deterministic
         # Until torch 2.13 graphs have what `torch.tensor`, `torch.arange` and most others make on the CPU, with any backend.
         torch._dynamo.variables.torch.get_overridable_functions().update(torch.utils._device._device_constructors())
     torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default

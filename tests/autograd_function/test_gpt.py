@@ -6,7 +6,7 @@ import copy
 import math
 
 import torch
-from default_device import seeded
+from default_device import ON_CPU, seeded
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
@@ -114,5 +114,6 @@ def test_fifty_steps_with_eagers_losses() -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
     assert losses[0][-1] < losses[0][0] / 2
     (graph,) = ort_backend.report().graphs[before:]
-    assert (graph.functions, graph.outside) == (5 + 2 + 1, ())
+    assert graph.functions == 5 + 2 + 1
+    assert not [one for one in graph.outside if ON_CPU or not one.is_choice]  # on CUDA, PyTorch's attention
     assert (graph.counts.forward, graph.counts.backward) == (STEPS, STEPS)

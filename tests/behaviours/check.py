@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from default_device import seeded
+from default_device import random_state, seeded
 from torch import nn
 
 import ort_backend
@@ -245,7 +245,7 @@ def same_as_eager(
                 torch.manual_seed(i)
                 results.append(side(*mine[0], **mine[1]))
                 sides.append(tensors(mine))
-                states.append(torch.get_rng_state())
+                states.append(random_state())
             same_tree(results[0], results[1], f"call {i}", rtol, atol)
             assert torch.equal(states[0], states[1]), f"call {i}: the random state differs"
             if train:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree, single_session
 from behaviours.operators import BOTH, Cubed, cube
+from default_device import on_this_thread
 from torch_version import THREADS_CRASH
 
 from ort_backend.runtime import capabilities
@@ -95,7 +96,12 @@ def test_two_threads_are_inside_at_once(during: list[Callable[[], Any]]) -> None
     barrier = threading.Barrier(2)
     during.append(lambda: barrier.wait(60))
     results: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(step(x))) for _ in range(2)]
+
+    def run() -> None:
+        with on_this_thread():
+            results.append(step(x))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

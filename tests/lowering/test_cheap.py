@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import single_session
-from default_device import seeded
+from default_device import random_state, seeded
 from torch import nn
 
 import ort_backend
@@ -57,7 +57,7 @@ def _step(call: Any, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     results = call(x)
     results = results if isinstance(results, tuple) else (results,)
     sum(result.square().mean() for result in results).backward()
-    return [*(result.detach() for result in results), x.grad, *(p.grad for p in net.parameters()), torch.get_rng_state()]  # type: ignore[list-item]
+    return [*(result.detach() for result in results), x.grad, *(p.grad for p in net.parameters()), random_state()]  # type: ignore[list-item]
 
 
 def _compiled(net: nn.Module, **options: Any) -> ort_backend.graph_report.GraphReport:

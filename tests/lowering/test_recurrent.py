@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
-from default_device import ON_CPU
+from default_device import ON_CPU, random_state
 from torch import nn
 
 import ort_backend
@@ -51,7 +51,7 @@ def _step(call: Any, model: nn.Module, x: torch.Tensor, states: list[torch.Tenso
     sum((one * (one + i)).cos().sum() for i, one in enumerate(results)).backward()
     gradients = [one.grad for one in (*leaves, *model.parameters())]
     assert all(one is not None for one in gradients)
-    return [*(one.detach() for one in results), *(one.clone() for one in gradients), torch.get_rng_state()]
+    return [*(one.detach() for one in results), *(one.clone() for one in gradients), random_state()]
 
 
 def _same(model: nn.Module, x: torch.Tensor, states: list[torch.Tensor], options: dict[str, Any] | None = None, tolerance: float = 1e-4) -> Any:
