@@ -1,4 +1,7 @@
-"""The device on which tests make their tensors (`--device`)."""
+"""The device on which tests make their tensors (`--device`).
+
+Where PyTorch has a default device Dynamo (2.13) breaks the graph at the method `unflatten`; tests call the function instead.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Layers(torch.nn.Module):
         self.checkpointed = checkpointed
 
     def block(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        squared = Square.apply((layer(x).relu() + 1).flatten(0, 1)).unflatten(0, x.shape[:2])
+        squared = torch.unflatten(Square.apply((layer(x).relu() + 1).flatten(0, 1)), 0, x.shape[:2])
         return x + self.behind(squared).sin()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "input": lambda net, x, start: KeepsInput.apply(x),
     "output": lambda net, x, start: KeepsOutput.apply(x),
     "both": lambda net, x, start: sum(KeepsBoth.apply(x, start)) / 2,
-    "flat": lambda net, x, start: KeepsInput.apply(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+    "flat": lambda net, x, start: torch.unflatten(KeepsInput.apply(x.flatten(0, 1)), 0, x.shape[:2]),
     "flat sum": lambda net, x, start: KeepsBoth.apply((x + 0.5).reshape(-1), start.reshape(-1))[0].view(x.shape),
     "transposed": lambda net, x, start: KeepsOutput.apply(x.transpose(0, 1)).transpose(0, 1).contiguous(),
     "expanded": lambda net, x, start: x + KeepsInput.apply(x[:1].expand(x.shape)),

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(32, 96)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        q, k, v = torch.unflatten(self.qkv(x), 2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
@@ -91,7 +91,7 @@ class PartlyInPyTorch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.gelu(self.one(x)).softmax(1)
-        y = torch.logcumsumexp(y * torch.tensor([0.5, 2.0]).repeat(8), 1).unflatten(1, (2, 8)).transpose(1, 2)
+        y = torch.unflatten(torch.logcumsumexp(y * torch.tensor([0.5, 2.0]).repeat(8), 1), 1, (2, 8)).transpose(1, 2)
         return F.gelu(self.other(y.flatten(1))).softmax(1)
 
 
