@@ -32,14 +32,15 @@ def lower(module: fx.GraphModule, target: OrtTarget = _TARGET) -> LoweredGraph:
     for node in nodes:
         if node.op == "placeholder":
             graph.add_input(node, node.name)
-    graph.run(node for node in nodes if node.op in ("call_function", "get_attr"))
-    results = torch.utils._pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
-    for result in results:
-        value = graph.value(result)
-        if value.is_graph_input() or value.is_graph_output() or value.is_initializer():
-            value = graph.fresh(value, result.meta["val"])
-        graph.add_output(value)
-    return graph.finish()
+    with torch.device("cpu"):  # as in a compile, during which Dynamo has the user's default device off
+        graph.run(node for node in nodes if node.op in ("call_function", "get_attr"))
+        results = torch.utils._pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
+        for result in results:
+            value = graph.value(result)
+            if value.is_graph_input() or value.is_graph_output() or value.is_initializer():
+                value = graph.fresh(value, result.meta["val"])
+            graph.add_output(value)
+        return graph.finish()
 
 
 def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
