@@ -314,6 +314,7 @@ def test_an_out_argument_that_grows() -> None:
     same_as_eager(lambda x, w: Out.apply(x * 2.0), (4, 5), (5, 5), functions=1, fullgraph=True)
 
 
+@pytest.mark.cpu_only(reason="arrays of NumPy in a traced body")
 def test_side_effects_happen_once_a_step() -> None:
     compiled = torch.compile(lambda x: Numpy.apply(x, 2.0).sum(), backend="ort_training")
     x = torch.ones(3, requires_grad=True)
