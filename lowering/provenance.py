@@ -72,8 +72,8 @@ def user_line(node: fx.Node) -> str:
     return ""
 
 
-# Before torch 2.13 the trace of a custom operator ends inside these.
-_DISPATCH = tuple(f'File "{os.path.join(os.path.dirname(torch.__file__), part)}' for part in ("_library", "_ops.py"))
+# The trace of a custom operator ends inside the first two before torch 2.13, every trace inside the last where the user has set a default device.
+_DISPATCH = tuple(f'File "{os.path.join(os.path.dirname(torch.__file__), *part)}' for part in (("_library",), ("_ops.py",), ("utils", "_device.py")))
 
 
 def at(where: str) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.guards
+import torch._dynamo.variables.torch
 import torch._functorch.config
 import torch._logging._internal
+import torch.utils._device
 from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
@@ -29,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before test modules are imported: some make tensors then."""
     if config.getoption("--device") == "cuda":
         torch.set_default_device("cuda")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it PyTorch refuses products that are to be deterministic
+        # Until torch 2.13 graphs have what `torch.tensor`, `torch.arange` and most others make on the CPU, with any backend.
+        torch._dynamo.variables.torch.get_overridable_functions().update(torch.utils._device._device_constructors())
     torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default
     # Dynamo times every set of guards once, with cold caches: it writes 32 MB first, which takes 16 ms of each compile, an eighth of all tests' time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
@@ -60,12 +65,15 @@ def _fresh_torch() -> Iterator[None]:
         set_mode(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)  # type: ignore[attr-defined]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a CUDA device, what is marked `cuda` is skipped."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what is marked `cuda` where there is no CUDA device, and what is marked `cpu_only` where tests make their tensors on one."""
+    lacks_cuda, on_cuda = not torch.cuda.is_available(), config.getoption("--device") == "cuda"
+    for item in items:
+        if lacks_cuda and item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        only = item.get_closest_marker("cpu_only")
+        if on_cuda and only is not None:
+            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {only.kwargs['reason']}"))
 
 
 @pytest.fixture

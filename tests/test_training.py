@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from default_device import ON_CPU, random_state
 from models import MODELS, loss_of
 
 import ort_backend
 
 STEPS = 10
-# PyTorch's fused kernels on a GPU, for which ONNX Runtime has no backward.
+# PyTorch's fused kernels on a GPU, for which ONNX Runtime has no backward. They draw what they drop, and draws keep their order.
 ATTENTION = {f"aten::_scaled_dot_product_{kind}_attention{end}" for kind in ("flash", "efficient", "cudnn") for end in ("", "_backward")}
+BY_PYTORCH = set() if ON_CPU else {*ATTENTION, "aten::native_dropout"}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +43,7 @@ def test_ten_adamw_steps_equal_eager(name: str) -> None:
             optimizer.zero_grad()
             losses.append(loss_of(module(**inputs)))
             losses[-1].backward()
-            state = torch.get_rng_state()
+            state = random_state()
             if module is compiled:
                 compiled_state = state
         assert torch.equal(compiled_state, state), f"step {step}: the random state differs"
@@ -75,4 +77,4 @@ def _assert_ran_on_onnx_runtime(before: int) -> None:
     assert graphs, "nothing was compiled"
     assert sum(graph.counts.forward for graph in graphs) >= STEPS
     assert sum(graph.counts.backward for graph in graphs) >= STEPS
-    assert [one for graph in graphs for one in graph.outside if not one.is_choice and one.operator not in ATTENTION] == []
+    assert [one for graph in graphs for one in graph.outside if not one.is_choice and one.operator not in BY_PYTORCH] == []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from default_device import random_state, seeded
 
 import ort_backend
 from ort_backend.graph_report import GraphReport
@@ -13,7 +14,7 @@ from ort_backend.graph_report import GraphReport
 
 def leaves(*shapes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
     """Tensors that require grad."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [torch.randn(tuple(shape), generator=generator).requires_grad_() for shape in shapes]
 
 
@@ -45,9 +46,9 @@ def same_as_eager(
     compiled = torch.compile(function, backend="ort_training", **how)
     for sizes in [shapes, shapes, *sweep]:
         expected, gradients = step(function, leaves(*sizes))
-        state = torch.get_rng_state()
+        state = random_state()
         actual, own_gradients = step(compiled, leaves(*sizes))
-        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(random_state(), state)
         for one, other in zip(actual, expected, strict=True):
             assert type(one) is type(other)
             if isinstance(one, torch.Tensor):

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from autograd_function.harness import leaves, same_as_eager
+from default_device import DEVICE
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -241,20 +242,20 @@ def test_custom_fwd_and_bwd_under_autocast() -> None:
 
     class Product(Function):
         @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        @torch.amp.custom_fwd(device_type=DEVICE, cast_inputs=torch.float32)
         def forward(ctx, x, w):
-            dtypes.append((x.dtype, torch.is_autocast_enabled("cpu")))
+            dtypes.append((x.dtype, torch.is_autocast_enabled(DEVICE)))
             ctx.save_for_backward(x, w)
             return x @ w
 
         @staticmethod
-        @torch.amp.custom_bwd(device_type="cpu")
+        @torch.amp.custom_bwd(device_type=DEVICE)
         def backward(ctx, g):
             x, w = ctx.saved_tensors
             return g @ w.t(), x.t() @ g
 
     def model(x, w):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return Product.apply(x, w)
 
     same_as_eager(model, (4, 3), (3, 3), functions=1)

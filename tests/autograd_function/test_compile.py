@@ -102,7 +102,7 @@ class Repeat(Function):
     def forward(ctx, x, k):
         Repeat.runs += 1
         ctx.k = k
-        return torch.from_numpy(np.repeat(x.numpy(), k, 0))
+        return torch.from_numpy(np.repeat(x.cpu().numpy(), k, 0)).to(x.device)
 
     @staticmethod
     def backward(ctx, g):

@@ -6,6 +6,7 @@ import copy
 import math
 
 import torch
+from default_device import ON_CPU, seeded
 from torch import nn
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
@@ -77,7 +78,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        q, k, v = (torch.unflatten(part, -1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(Gelu.apply(self.up(self.second(x))))
 
@@ -101,7 +102,7 @@ def test_fifty_steps_with_eagers_losses() -> None:
     losses: list[list[float]] = [[], []]
     for module, into in ((compiled, losses[0]), (eager, losses[1])):
         optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         for _ in range(STEPS):
             start = torch.randint(VOCABULARY, (8, 1), generator=generator)
             sequence = (start + torch.arange(LENGTH + 1) * 3) % VOCABULARY
@@ -113,5 +114,6 @@ def test_fifty_steps_with_eagers_losses() -> None:
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-4)
     assert losses[0][-1] < losses[0][0] / 2
     (graph,) = ort_backend.report().graphs[before:]
-    assert (graph.functions, graph.outside) == (5 + 2 + 1, ())
+    assert graph.functions == 5 + 2 + 1
+    assert not [one for one in graph.outside if ON_CPU or not one.is_choice]  # on CUDA, PyTorch's attention
     assert (graph.counts.forward, graph.counts.backward) == (STEPS, STEPS)

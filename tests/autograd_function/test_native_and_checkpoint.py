@@ -51,6 +51,7 @@ def _gradient(function: Any, x: torch.Tensor) -> torch.Tensor:
     return x.grad.clone()
 
 
+@pytest.mark.cpu_only(reason="memory that C reads")
 def test_a_body_of_machine_code() -> None:
     layer = torch.nn.Linear(4, 4)
 
@@ -88,7 +89,7 @@ class Layers(torch.nn.Module):
         self.checkpointed = checkpointed
 
     def block(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        squared = Square.apply((layer(x).relu() + 1).flatten(0, 1)).unflatten(0, x.shape[:2])
+        squared = torch.unflatten(Square.apply((layer(x).relu() + 1).flatten(0, 1)), 0, x.shape[:2])
         return x + self.behind(squared).sin()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_device import seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -72,7 +73,7 @@ STEPS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "input": lambda net, x, start: KeepsInput.apply(x),
     "output": lambda net, x, start: KeepsOutput.apply(x),
     "both": lambda net, x, start: sum(KeepsBoth.apply(x, start)) / 2,
-    "flat": lambda net, x, start: KeepsInput.apply(x.flatten(0, 1)).unflatten(0, x.shape[:2]),
+    "flat": lambda net, x, start: torch.unflatten(KeepsInput.apply(x.flatten(0, 1)), 0, x.shape[:2]),
     "flat sum": lambda net, x, start: KeepsBoth.apply((x + 0.5).reshape(-1), start.reshape(-1))[0].view(x.shape),
     "transposed": lambda net, x, start: KeepsOutput.apply(x.transpose(0, 1)).transpose(0, 1).contiguous(),
     "expanded": lambda net, x, start: x + KeepsInput.apply(x[:1].expand(x.shape)),
@@ -123,7 +124,7 @@ def test_a_random_program(seed: int, checkpointed: bool, size: str) -> None:
     shape = (3, 4, 8) if size == "small" else (4, 128, 128)  # activations from 65,536 elements on are computed again
     net = Net(blocks, shape[-1], checkpointed).double()
     own = copy.deepcopy(net)
-    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
     compiled = torch.compile(own, backend="ort_training", fullgraph=True, options={"kernels": draw.choice(["measured", "onnxruntime"])})
     before = len(ort_backend.report().graphs)
     for _ in range(2):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_device import random_state, seeded
 from torch import nn
 
 import ort_backend
@@ -187,7 +188,7 @@ def differentiable(tree: Any) -> list[torch.Tensor]:
 
 def tangent(output: torch.Tensor) -> torch.Tensor:
     """Random numbers of the shape of `output`, the same for both sides, without a draw from the global generator."""
-    generator = torch.Generator().manual_seed(output.numel() + 1)
+    generator = seeded(output.numel() + 1)
     made = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     return (made + 1j * made.flip(0) if output.is_complex() and output.dim() else made).to(output.dtype).to(output.device)
 
@@ -244,7 +245,7 @@ def same_as_eager(
                 torch.manual_seed(i)
                 results.append(side(*mine[0], **mine[1]))
                 sides.append(tensors(mine))
-                states.append(torch.get_rng_state())
+                states.append(random_state())
             same_tree(results[0], results[1], f"call {i}", rtol, atol)
             assert torch.equal(states[0], states[1]), f"call {i}: the random state differs"
             if train:

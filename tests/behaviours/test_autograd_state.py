@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
+from default_device import DEVICE, seeded
 from torch import nn
 from torch.nn import functional as F
 from torch_version import GUARDS_PARAMETERS, TORCH
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (4, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 
@@ -202,7 +203,7 @@ def test_two_compiled_modules_over_one_backbone() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gradients_accumulate_over_micro_batches(autocast: bool) -> None:
     both = Both(mlp())
-    context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    context = torch.autocast(DEVICE, torch.bfloat16) if autocast else contextlib.nullcontext()
     tolerance = {"rtol": 3e-2, "atol": 3e-2} if autocast else {}
     with on_ort(graphs=1, forwards=4):
         for seed in range(4):

@@ -10,12 +10,13 @@ import onnxruntime
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, onnx_files, refused, same_as_eager, same_module, same_tree
+from default_device import seeded
 from torch import nn
 
 import ort_backend
 from ort_backend.runtime import arena
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+X = torch.randn(4, 3, generator=seeded(0)).requires_grad_()
 
 
 def test_torch_lists_the_backend() -> None:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_module, same_tree
+from default_device import seeded
 from torch import nn
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (2, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (2, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 
@@ -211,7 +212,7 @@ def test_dict_keywords_and_a_buffer_together() -> None:
 
 
 def _strided(kind: str) -> torch.Tensor:
-    base = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    base = torch.randn(4, 6, generator=seeded(1))
     return {
         "transposed": base.t(),
         "sliced": base[:, 1:5:2],

@@ -11,6 +11,7 @@ import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, Ran, compiled, on_ort, same_tree
 from behaviours.operators import Cubed
+from default_device import ON_CPU
 from torch import fx, nn
 from torch._dynamo.compiled_autograd import _enable
 from torch._dynamo.convert_frame import register_bytecode_hook
@@ -99,7 +100,7 @@ def _both(make: Callable[[], nn.Module], sizes: Sequence[int], **options: Any) -
         results.append(_trained(make(), lambda step: compiled(step, fullgraph=False, options=options), sizes))
     torch.manual_seed(1)
     results.append(_trained(make(), lambda step: step, sizes))
-    same_tree(*results)
+    same_tree(*results, atol=1e-5 if ON_CPU else 1e-4)  # five steps from kernels that round differently
     return ran
 
 

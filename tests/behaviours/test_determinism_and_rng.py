@@ -12,10 +12,11 @@ import onnxruntime
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
+from default_device import random_state, seeded
 from torch import nn
 from torch.nn import functional as F
 
-X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+X = torch.randn(6, 4, generator=seeded(0)).requires_grad_()
 
 
 def dropping() -> nn.Module:
@@ -40,7 +41,7 @@ def test_verify_touches_no_random_state() -> None:
         for options in ({}, {"verify": 1}):
             torch.manual_seed(3)
             results.append(compiled(lambda x: F.dropout(x), options=options)(X.detach()))
-            results.append(torch.get_rng_state())
+            results.append(random_state())
         same_tree(results[:2], results[2:])
 
 
@@ -104,7 +105,7 @@ def test_a_draw_is_a_result(train: bool) -> None:
     with on_ort(graphs=1):
         for one in (compiled(function), function):
             torch.manual_seed(3)
-            results.append((one(x), torch.get_rng_state()))
+            results.append((one(x), random_state()))
             if train:
                 results[-1][0][1].backward()
     same_tree(*results)
@@ -124,7 +125,7 @@ def test_draws_that_depend_on_values_keep_their_order() -> None:
             for side in (step, function):
                 torch.manual_seed(seed)
                 results.append(side(X))
-                states.append(torch.get_rng_state())
+                states.append(random_state())
             same_tree(*results)
             assert torch.equal(*states)
             (results[0][0].sum() + results[0][1].sum()).backward()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Both, call, compiled, on_ort, same_as_eager, single_session
+from default_device import DEVICE, seeded
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,7 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ort_backend
 from ort_backend.runtime.training_graph import _Run
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 8, generator=seeded(0))
 
 
 # With `pytest --compile-cache` graphs are kept, and the first step is direct as well.
@@ -73,7 +74,7 @@ def test_where_the_cache_keeps_the_graph_the_first_step_is(tmp_path: Path, monke
     assert ort_backend.report().graphs[-1].from_cache
 
 
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+W = torch.randn(8, 8, generator=seeded(1)).requires_grad_()
 
 
 def writes(x: torch.Tensor) -> torch.Tensor:
@@ -120,12 +121,12 @@ def test_results_can_be_written_to(function: Callable[..., Any]) -> None:
 
 def test_autocast() -> None:
     def halves(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return x @ W
 
     def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 return function(x)
 
         return run

@@ -10,11 +10,12 @@ import onnx
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, refused, same_as_eager, single_session
+from default_device import seeded
 from torch import nn
 
 import ort_backend
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+X = torch.randn(4, 3, generator=seeded(0)).requires_grad_()
 ENDINGS = ["fx.txt", "onnx", "optimized.onnx", "repro.pt", "repro.py"]
 HALVES = [f"{half}.{ending}" for half in ("backward", "forward") for ending in ENDINGS[:3]]
 TRAINING = ENDINGS if WHOLE_GRAPHS else sorted([*HALVES, "fx.txt", "repro.pt", "repro.py"])

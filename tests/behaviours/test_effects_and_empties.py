@@ -94,6 +94,7 @@ def test_a_class_out_of_range_is_an_error_in_one_hot() -> None:
     torch.testing.assert_close(compiled(classes), function(classes))
 
 
+@pytest.mark.cpu_only(reason="an assertion that leaves the process fit for what follows")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_an_assertion_in_the_graph_holds(dynamic: bool) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:

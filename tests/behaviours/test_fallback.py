@@ -10,6 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
+from default_device import DEVICE, random_state, seeded
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -20,7 +21,7 @@ from ort_backend.runtime import capabilities
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (4, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 
@@ -51,6 +52,13 @@ def test_an_operator_without_a_lowering_runs_in_pytorch() -> None:
     assert ran.graphs[0].onnx_nodes > 2
 
 
+def test_the_users_line_is_named_where_a_default_device_is_set() -> None:
+    """Then a file of PyTorch's calls every operator."""
+    with torch.device(DEVICE):
+        ran = same_as_eager(lambda x: cube(x.sin(), 0.5) * 2, call(A), graphs=1, python_ops=BOTH)
+    assert "test_fallback.py" in next(one.where for one in ran.graphs[0].outside if not one.is_choice)
+
+
 def test_results_of_several_dtypes_come_back() -> None:
     def function(x: torch.Tensor) -> Any:
         doubled, positive, place = parts(x.detach() + 1)
@@ -77,7 +85,7 @@ def test_a_graph_that_runs_whole_warns_of_nothing(warnings_of_the_backend: Any) 
 
 
 def test_complex_tensors() -> None:
-    z = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    z = torch.randn(4, 3, dtype=torch.complex64, generator=seeded(2)).requires_grad_()
 
     def function(z: torch.Tensor, x: torch.Tensor) -> Any:
         w = z * z.conj() + x * 1j
@@ -116,7 +124,7 @@ def test_a_fourier_transform() -> None:
 
 
 def test_a_fourier_transform_of_a_large_prime_length() -> None:
-    x = torch.randn(2, 1031, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    x = torch.randn(2, 1031, generator=seeded(2)).requires_grad_()
     ran = fourier_as_in_eager(x, rtol=1e-4, atol=1e-4)
     assert any("fft" in operator for operator in ran.python_ops)
 
@@ -130,7 +138,7 @@ def test_a_dtype_without_a_kernel_is_seen_while_compiling(monkeypatch: pytest.Mo
     monkeypatch.setattr(capabilities, "has_kernel", without_wide_exp)
     wide = A.detach().double().requires_grad_()
     ran = same_as_eager(lambda x: x.exp() * 2, call(wide), graphs=1, python_ops=["aten::exp"])
-    assert ran.graphs[0].outside[0].reason == "CPUExecutionProvider has no Exp kernel for DOUBLE"
+    assert ran.graphs[0].outside[0].reason == f"{DEVICE.upper()}ExecutionProvider has no Exp kernel for DOUBLE"
     same_as_eager(lambda x: x.exp() * 2, call(A), graphs=1)
 
 
@@ -248,7 +256,7 @@ def test_results_whose_size_depends_on_values() -> None:
 def test_a_disabled_function_stays_in_eager() -> None:
     @torch.compiler.disable
     def outside(x: torch.Tensor) -> torch.Tensor:
-        return x * x.detach().numpy().max().item()
+        return x * x.detach().cpu().numpy().max().item()
 
     same_as_eager(lambda x: outside(x.sin()).exp(), call(A), graphs=2, fullgraph=False)
 
@@ -257,10 +265,10 @@ def test_verify_lets_right_graphs_pass() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.ReLU())
     with on_ort(graphs=1):
         step = compiled(model, options={"verify": 2})
-        reference = torch.get_rng_state()
+        reference = random_state()
         for _ in range(3):
             step(A.detach()).sum().backward()
-    assert not torch.equal(reference, torch.get_rng_state())
+    assert not torch.equal(reference, random_state())
 
 
 def _parts(both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort
+from default_device import ON_CPU
 from torch import nn
 
 from ort_backend.lowering import foreach
@@ -24,8 +25,9 @@ def argument(kind: str) -> Any:
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_each_tensor_gets_what_the_whole_list_gets(name: str) -> None:
     operator, decomposition = OPERATORS[name]
+    rounding = 0 if ON_CPU else 1e-6  # CUDA's kernel for lists multiplies by the inverse of a divisor
     given = [argument(str(one.type)) for one in operator._schema.arguments if not one.has_default_value()]
-    torch.testing.assert_close(decomposition(*given), list(operator(*given)), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(decomposition(*given), list(operator(*given)), rtol=rounding, atol=rounding, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["add", "sub"])

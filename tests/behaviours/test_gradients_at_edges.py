@@ -90,7 +90,7 @@ def test_missing_labels_behind_an_absolute_loss() -> None:
     "take", [lambda x, at: torch.narrow(x, 0, at, 2), lambda x, at: x[at.item()], lambda x, at: torch.tensor_split(x, at[None])[1]]
 )
 def test_a_view_whose_place_is_computed(take: Callable[..., torch.Tensor]) -> None:
-    x, at = torch.arange(20.0).reshape(4, 5), torch.tensor(2)
+    x, at = torch.arange(20.0).reshape(4, 5), torch.tensor(2, device="cpu")  # where `tensor_split` wants it
     with on_ort(graphs=1, python_ops=None):
         result = compiled(take)(x, at)
         torch.testing.assert_close(result, take(x, at))

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, call, compiled, on_ort, same_as_eager, same_gradients, same_tree, single_session, twin
+from default_device import seeded
 from torch import nn
 
 import ort_backend
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*(shape or (4, 3)), generator=seeded(seed))
 
 
 A, B = tensor(), tensor(seed=1).requires_grad_()
@@ -191,7 +192,7 @@ WRITTEN_LATER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", WRITTEN_LATER)
 def test_a_result_of_any_memory_order_or_dtype_written_to_later(kind: str) -> None:
     """Autograd forbids writes to a view that was taken where no gradients are recorded."""
-    x = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 2, 4, 4, generator=seeded(0))
     found = []
     with on_ort(graphs=1, idle=True):
         for side in (compiled(WRITTEN_LATER[kind]), WRITTEN_LATER[kind]):

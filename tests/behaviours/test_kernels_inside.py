@@ -12,6 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree, single_session
 from behaviours.operators import BOTH, Cubed, cube
+from default_device import on_this_thread
 from torch_version import THREADS_CRASH
 
 from ort_backend.runtime import capabilities
@@ -29,7 +30,7 @@ def _meeting(x: torch.Tensor) -> torch.Tensor:
 
 # Not by `custom_op`, inside which Dynamo is off.
 torch.library.define("behaviours::meeting", "(Tensor x) -> Tensor")
-torch.library.impl("behaviours::meeting", "CPU", _meeting)
+torch.library.impl("behaviours::meeting", ("CPU", "CUDA"), _meeting)
 torch.library.register_fake("behaviours::meeting", torch.empty_like)
 meeting = torch.ops.behaviours.meeting
 
@@ -54,6 +55,7 @@ def _nodes(folder: Path) -> list[onnx.NodeProto]:
     return list(onnx.load(path).graph.node)
 
 
+@pytest.mark.cpu_only(reason="ATen nodes")
 def test_they_are_aten_nodes_and_users_functions_python_ops(tmp_path: Path) -> None:
     assert capabilities.has_aten_op()
     x = torch.rand(4).requires_grad_()
@@ -94,7 +96,12 @@ def test_two_threads_are_inside_at_once(during: list[Callable[[], Any]]) -> None
     barrier = threading.Barrier(2)
     during.append(lambda: barrier.wait(60))
     results: list[torch.Tensor] = []
-    threads = [threading.Thread(target=lambda: results.append(step(x))) for _ in range(2)]
+
+    def run() -> None:
+        with on_this_thread():
+            results.append(step(x))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

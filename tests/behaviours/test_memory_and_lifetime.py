@@ -16,11 +16,12 @@ import psutil
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, compiled, on_ort, single_session
+from default_device import seeded
 from torch import nn
 
 from ort_backend.runtime.training_graph import _Run
 
-X = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(256, 64, generator=seeded(0))
 MEGABYTE = 1 << 20
 
 

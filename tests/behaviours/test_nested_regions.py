@@ -10,6 +10,7 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager
 from behaviours.operators import Cubed
+from default_device import seeded
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ from ort_backend.lowering.nested_regions import inline_regions
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch._higher_order_ops.passes") is None, reason="this torch has no pass that inlines regions"
 )
-A, B = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in (0, 1))
+A, B = (torch.randn(4, 6, generator=seeded(seed)).requires_grad_() for seed in (0, 1))
 
 
 class Block(nn.Module):

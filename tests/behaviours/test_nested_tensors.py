@@ -31,7 +31,7 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
 
     def forward(self, rows: Tensor) -> Tensor:
-        query, key, value = (layer(rows).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        query, key, value = (torch.unflatten(layer(rows), -1, (2, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2))
 
 

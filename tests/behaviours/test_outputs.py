@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_gradients, same_module, same_tree, twin
+from default_device import seeded
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch_version import VIEWS_WITHOUT_GRADIENTS
@@ -17,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (2, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (2, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort, same_gradients, single_session, twin
+from default_device import seeded
 from torch import nn
 
 from ort_backend.errors import OrtBackendError
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
-    made = torch.randn(*(shape or (4, 3)), generator=torch.Generator().manual_seed(seed))
+    made = torch.randn(*(shape or (4, 3)), generator=seeded(seed))
     return made.requires_grad_()
 
 

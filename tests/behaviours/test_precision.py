@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import Ran, call, compiled, on_ort, same_as_eager, same_module, same_tree
+from default_device import DEVICE, seeded
 from torch import nn
 
-X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(8, 4, generator=seeded(0))
 HALVES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2}, torch.float16: {"rtol": 1e-2, "atol": 1e-2}}
 
@@ -28,9 +29,9 @@ class Inside(nn.Module):
         self.net, self.last = net(), nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", self.dtype):
+        with torch.autocast(DEVICE, self.dtype):
             hidden = self.net(x)
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(DEVICE, enabled=False):
                 wide = self.last(hidden.float())
         return hidden, wide
 
@@ -50,7 +51,7 @@ def test_autocast_around_the_model(dtype: torch.dtype) -> None:
             losses = []
             for side in (step, reference):
                 torch.manual_seed(seed)
-                with torch.autocast("cpu", dtype):
+                with torch.autocast(DEVICE, dtype):
                     result = side(X)
                     assert result.dtype == dtype
                     losses.append(result.float().square().mean())
@@ -65,7 +66,7 @@ def test_autocast_switched_on_and_off_has_a_graph_for_each() -> None:
     with on_ort(graphs=2, forwards=4):
         step = compiled(model)
         for enabled in (False, True, False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
                 results = [side(X) for side in (step, reference)]
             assert results[0].dtype == (torch.bfloat16 if enabled else torch.float32)
             same_tree(*results, **(TOLERANCE[torch.bfloat16] if enabled else {}))

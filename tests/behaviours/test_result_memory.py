@@ -139,6 +139,7 @@ _X = torch.rand(6, 700) + 0.1
 _PICTURE = torch.rand(2, 3, 8, 8)
 
 
+@pytest.mark.cpu_only(reason="memory for results")
 @pytest.mark.parametrize(
     "target, args",
     [
@@ -176,6 +177,7 @@ def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ..
     assert [one.data_ptr() for one in given] == [found.data_ptr()]
 
 
+@pytest.mark.cpu_only(reason="memory for results")
 def test_named_arguments() -> None:
     given, empty = _given()
     into = given_memory.into_given_memory(aten.cumsum.default, torch.zeros(6, 700, dtype=torch.float64))
@@ -197,6 +199,7 @@ def test_others_make_their_own(target: Any, args: tuple[Any, ...]) -> None:
     assert given_memory.into_given_memory(target, target(*args)) is None
 
 
+@pytest.mark.cpu_only(reason="memory for results")
 @_training
 def test_results_outlive_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients that a program keeps lie in such memory, and the next steps must not write there."""

@@ -11,13 +11,14 @@ import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS, Both, compiled, on_ort
 from behaviours.test_memory_and_lifetime import alive
+from default_device import seeded
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ort_backend.runtime.training_graph import TrainingGraph
 
-X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+X = torch.randn(6, 8, generator=seeded(0))
 
 
 def _net() -> nn.Module:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
+from default_device import seeded
 from torch import nn
 
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 3, generator=seeded(0))
 
 
 class Net(nn.Module):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_module, same_tree
 from behaviours.operators import BOTH, cube
+from default_device import on_this_thread, seeded
 from torch import nn
 from torch_version import THREADS_CRASH
 
@@ -23,7 +24,7 @@ def net() -> nn.Module:
 
 
 def x_of(seed: int) -> torch.Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(5, 3, generator=seeded(seed))
 
 
 def in_threads(function: Callable[[int], Any], count: int = THREADS) -> list[Any]:
@@ -31,8 +32,9 @@ def in_threads(function: Callable[[int], Any], count: int = THREADS) -> list[Any
     start = threading.Barrier(count)
 
     def run(i: int) -> Any:
-        start.wait(30)
-        return function(i)
+        with on_this_thread():
+            start.wait(30)
+            return function(i)
 
     with ThreadPoolExecutor(count) as pool:
         return [one.result(timeout=60) for one in [pool.submit(run, i) for i in range(count)]]

@@ -11,12 +11,13 @@ import onnx
 import pytest
 import torch
 from behaviours.check import Both, compiled, on_ort, onnx_files, same_gradients, single_session
+from default_device import seeded
 from torch import fx, nn
 
 from ort_backend.lowering.passes.tangents import loosen_tangents
 
 ROWS, VOCABULARY, WIDTH = 24, 1024, 16
-TOKENS = torch.randint(0, VOCABULARY, (2, ROWS), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(0, VOCABULARY, (2, ROWS), generator=seeded(0))
 
 
 class Decoder(nn.Module):

@@ -79,16 +79,17 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             lowering.add_input(node, node.name)
-    lowering.run(node for node in traced.graph.nodes if node.op in ("call_function", "get_attr"))
     names: list[str | None] = []
-    for node in tree_leaves(traced.graph.output_node().args[0]):
-        if node is None:
-            names.append(None)
-            continue
-        value = lowering.fresh(lowering.value(node), node.meta["val"])
-        lowering.add_output(value)
-        names.append(str(value.name))
-    model = lowering.finish().model
+    with torch.device("cpu"):  # as in a compile, during which Dynamo has the user's default device off
+        lowering.run(node for node in traced.graph.nodes if node.op in ("call_function", "get_attr"))
+        for node in tree_leaves(traced.graph.output_node().args[0]):
+            if node is None:
+                names.append(None)
+                continue
+            value = lowering.fresh(lowering.value(node), node.meta["val"])
+            lowering.add_output(value)
+            names.append(str(value.name))
+        model = lowering.finish().model
     return Lowered(traced.graph, model, Session(Program.of(model, _PROVIDER), SessionConfig(provider=_PROVIDER), {}), names)
 
 

@@ -29,6 +29,7 @@ def _sample(batch: int, length: int, keys: int, *, heads: int = 4, shared: int =
     return [randn(size, dtype=dtype) for size in sizes]
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 @contrib
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shared", [4, 2, 1])
@@ -36,11 +37,13 @@ def test_attention(check: Callable, contrib: bool, is_causal: bool, shared: int)
     check(_both(is_causal), *_sample(2, 5, 5, shared=shared), also=(*_sample(3, 7, 7, shared=shared),), contrib=contrib)
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_queries_and_keys_of_unequal_number(check: Callable, is_causal: bool) -> None:
     check(_both(is_causal, scale=0.3), *_sample(2, 5, 9), also=(*_sample(2, 9, 5),))
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 @contrib
 @pytest.mark.parametrize("length, blocks", [(127, 1), (128, 2), (193, 2), (512, 4)])
 @pytest.mark.parametrize("shared", [4, 1])
@@ -49,6 +52,7 @@ def test_blocks_of_rows(check: Callable, contrib: bool, length: int, blocks: int
     assert lowered.op_types.count("Softmax") == 2 * blocks
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 def test_blocks_of_rows_in_double_precision(check: Callable) -> None:
     def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return _both(True)(*tensors)[2:]
@@ -56,6 +60,7 @@ def test_blocks_of_rows_in_double_precision(check: Callable) -> None:
     check(gradients, *_sample(1, 128, 128, dtype=torch.float64))
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 def test_double_precision(check: Callable) -> None:
     def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
         out, logsumexp, *gradients = _both(True)(*tensors)
@@ -64,6 +69,7 @@ def test_double_precision(check: Callable) -> None:
     check(both, *_sample(2, 5, 5, dtype=torch.float64))
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 @pytest.mark.parametrize("size", [(5, 5), (1, 1, 5, 5), (2, 1, 5, 5), (2, 4, 5, 5)], ids=str)
 def test_masks(check: Callable, size: tuple[int, ...]) -> None:
     mask = randn(size)
@@ -91,6 +97,7 @@ def test_the_least_number_beside_minus_infinity() -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 def test_gradients_through_the_table(check: Callable) -> None:
     """core_aten_decompositions() gives wrong gradients here: its log-sum-exp is something else."""
 

@@ -1,4 +1,4 @@
-"""Casts of large tensors by PyTorch's kernels: which, how often, with what results, and where not."""
+"""Casts of large tensors by PyTorch's kernels, on the CPU: which, how often, with what results, and where not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import ON_CPU
 from torch import nn
 
 import ort_backend
@@ -35,7 +36,7 @@ def _count() -> int:
 def test_by_size(source: torch.dtype, wanted: torch.dtype, elements: int, chosen: int) -> None:
     x = torch.linspace(-3e5, 7e4, elements).to(source)
     x[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e-8]).to(source)
-    assert _casts(lambda x: x.to(wanted), x) == chosen
+    assert _casts(lambda x: x.to(wanted), x) == chosen * ON_CPU
 
 
 def test_what_onnx_runtime_casts_as_fast_stays() -> None:
@@ -44,16 +45,16 @@ def test_what_onnx_runtime_casts_as_fast_stays() -> None:
 
 
 def test_one_cast_of_a_value_to_a_dtype() -> None:
-    assert _casts(lambda x: x.bfloat16().float().abs() + x.bfloat16().float().relu(), torch.randn(LARGE)) == 1
+    assert _casts(lambda x: x.bfloat16().float().abs() + x.bfloat16().float().relu(), torch.randn(LARGE)) == 1 * ON_CPU
 
 
 def test_each_result_of_the_graph_is_a_cast_of_its_own() -> None:
-    assert _casts(lambda x: (x.bfloat16(), x.bfloat16(), x.half()), torch.randn(LARGE)) == 3
+    assert _casts(lambda x: (x.bfloat16(), x.bfloat16(), x.half()), torch.randn(LARGE)) == 3 * ON_CPU
 
 
 @pytest.mark.parametrize("elements, chosen", [(512, 1), (64, 0)])
 def test_symbolic_sizes_count_as_their_example(elements: int, chosen: int) -> None:
-    assert _casts(lambda x: x.bfloat16(), torch.randn(elements, 512), dynamic=True) == chosen
+    assert _casts(lambda x: x.bfloat16(), torch.randn(elements, 512), dynamic=True) == chosen * ON_CPU
 
 
 def test_sizes_that_follow_from_values() -> None:
@@ -78,7 +79,7 @@ def test_training_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
     def step(call: Any) -> list[torch.Tensor]:
         model.zero_grad()
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(x.device.type, dtype):
             y = call(x)
         y.float().square().mean().backward()
         return [y.detach().float(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
@@ -87,4 +88,4 @@ def test_training_under_autocast(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     expected, found = step(model), step(torch.compile(model, backend="ort_training", fullgraph=True))
     for one, wanted in zip(found, expected, strict=True):
         assert (one - wanted).norm() <= 5e-2 * wanted.norm() + 1e-6
-    assert _count() > 16
+    assert _count() > 16 or not ON_CPU

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
+from default_device import seeded
 from torch import nn
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
@@ -37,7 +38,7 @@ class Steps(nn.Module):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell])
 def test_cells_equal_eager(cell: Callable[..., nn.Module], bias: bool, dynamic: bool) -> None:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(3, 4, generator=seeded(0)).requires_grad_()
     (graph,) = same_as_eager(Steps(cell(4, 6, bias=bias)), call(x), graphs=1, dynamic=dynamic).graphs
     assert graph.outside == ()
 

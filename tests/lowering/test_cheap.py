@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import random_state, seeded
 from torch import nn
 
 import ort_backend
@@ -56,12 +57,12 @@ def _step(call: Any, net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     results = call(x)
     results = results if isinstance(results, tuple) else (results,)
     sum(result.square().mean() for result in results).backward()
-    return [*(result.detach() for result in results), x.grad, *(p.grad for p in net.parameters()), torch.get_rng_state()]  # type: ignore[list-item]
+    return [*(result.detach() for result in results), x.grad, *(p.grad for p in net.parameters()), random_state()]  # type: ignore[list-item]
 
 
 def _compiled(net: nn.Module, **options: Any) -> ort_backend.graph_report.GraphReport:
     """The report of a step that was compared with eager's: results, gradients, and the generator's state."""
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(ROWS, WIDTH, generator=seeded(0), requires_grad=True)
     expected = [value.clone() for value in _step(net, net, x)]
     compiled = torch.compile(net, backend="ort_training", fullgraph=True, options=options)
     for got, want in zip(_step(compiled, net, x), expected, strict=True):

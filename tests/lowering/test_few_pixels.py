@@ -9,6 +9,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
+from default_device import ON_CPU
 from ops.harness import check, lower, trace
 from torch import Tensor, nn
 
@@ -72,7 +73,7 @@ def test_training(frozen: tuple[str, ...], tmp_path: Path) -> None:
         parameter.requires_grad_(name not in frozen)
     options = {"kernels": "onnxruntime", "dump_dir": str(tmp_path)}
     same_as_eager(net, call(torch.randn(24, 64, 3, 3)), graphs=1, rtol=1e-3, atol=1e-4, options=options)
-    if capabilities.has_training():  # else the gradient of a weight is a convolution
+    if capabilities.has_training() and ON_CPU:  # else the gradient of a weight is a convolution
         assert [_optimized(tmp_path).count(name) for name in ("Conv", "ConvGrad")] == [1, 1]  # the last layer's
 
 
@@ -82,4 +83,4 @@ def test_a_batch_size_that_changes(tmp_path: Path) -> None:
     options = {"kernels": "onnxruntime", "dump_dir": str(tmp_path)}
     same_as_eager(net, *calls, graphs=2, dynamic=None, rtol=1e-3, atol=1e-4, options=options)
     nodes = _optimized(tmp_path)
-    assert "Gemm" in nodes and not {"Conv", "ConvGrad"} & {*nodes}
+    assert not ON_CPU or "Gemm" in nodes and not {"Conv", "ConvGrad"} & {*nodes}

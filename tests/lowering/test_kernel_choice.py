@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import seeded
 from ops.harness import trace
 from torch import nn
 
 import ort_backend
 from ort_backend.lowering import dense_products, kernel_choice, operator_class
 from ort_backend.runtime import capabilities
+
+pytestmark = pytest.mark.cpu_only(reason="kernels that were measured there")
 
 TABLE = {"aten.gelu.default none": ((100, 1000, 2.0),), "aten.convolution.default depthwise 3x3": ((1, 10**9, 3.0),)}
 
@@ -151,7 +154,7 @@ def test_classes_of_operators(function: Any, expected: str) -> None:
     assert expected in classes
 
 
-PLACES = torch.randint(0, 64, (1024, 32), generator=torch.Generator().manual_seed(0))
+PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
 
 
 @single_session

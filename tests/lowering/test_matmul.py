@@ -30,7 +30,9 @@ def test_beta_of_zero_does_not_read_the_addend(check: Callable) -> None:
     check(lambda c, a, b: aten.addmm(c, a, b, beta=0), torch.full((6,), torch.nan), randn(4, 5), randn(5, 6))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, pytest.param(torch.int64, marks=pytest.mark.cpu_only(reason="products of integers"))]
+)
 def test_dtypes(check: Callable, dtype: torch.dtype) -> None:
     a, b, c = ((10 * randn(size)).to(dtype) for size in ((4, 5), (5, 6), (6,)))
     check(lambda a, b, c: (aten.mm(a, b), aten.addmm(c, a, b), aten.mv(a, b[:, 0])), a, b, c)

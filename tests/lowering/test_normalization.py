@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
+from default_device import ON_CPU
 from torch import randn
 from torch.nn import functional as F
 
@@ -43,8 +44,9 @@ def test_norms_of_single_elements(check: Callable) -> None:
         out, mean, rstd = aten.native_group_norm(x, None, None, 3, 4, 1, 4, 1e-5)
         return out, *aten.native_group_norm_backward(g, x, mean, rstd, None, 3, 4, 1, 4, [True, False, False])
 
-    check(layer, randn(3, 1), randn(3, 1))
-    check(group, randn(3, 4, 1), randn(3, 4, 1))
+    rounding = 1e-5 if ON_CPU else 1e-3  # PyTorch's kernels of CUDA give gradients of roundings, where they are zero
+    check(layer, randn(3, 1), randn(3, 1), atol=rounding)
+    check(group, randn(3, 4, 1), randn(3, 4, 1), atol=rounding)
 
 
 def test_layer_norm_leaves_out_gradients(check: Callable) -> None:
@@ -55,6 +57,7 @@ def test_layer_norm_leaves_out_gradients(check: Callable) -> None:
     check(backward, randn(4, 6), randn(4, 6), randn(6))
 
 
+@pytest.mark.cpu_only(reason="an operator that PyTorch can trace within `vjp`")
 def test_rms_norm(check: Callable) -> None:
     def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out, pull = torch.func.vjp(lambda x, w: F.rms_norm(x, (6,), w, 1e-5), x, w)
@@ -120,6 +123,7 @@ def test_batch_norm_with_constant_running_statistics(check: Callable) -> None:
     check(constant, randn(4, 3, 5))
 
 
+@pytest.mark.cpu_only(reason="the kernel whose variance is biased")
 @pytest.mark.skipif(not capabilities.has_training(), reason="the fused kernel needs onnxruntime-training")
 def test_the_variance_of_the_fused_kernel_of_cuda_is_taken_for_unbiased(lower: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own graph, run by the CPU's kernel, whose variance is biased, has that as the batch's part."""

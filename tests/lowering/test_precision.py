@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from behaviours.check import on_ort
+from default_device import seeded
 from torch.nn import functional as F
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,7 +24,7 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_float64_keeps_its_digits(name: str) -> None:
     """ONNX Runtime writes operators for which it has no kernel of a dtype by ONNX's own formulas, ReduceL2 with a root in float32."""
     function = CASES[name]
-    x = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(2, 5, 7, dtype=torch.float64, generator=seeded(0)).requires_grad_()
     compiled = torch.compile(function, backend="ort_training", fullgraph=True)
     with on_ort(graphs=1):
         results = [(one(x), torch.autograd.grad(one(x).square().sin().sum(), x)[0]) for one in (compiled, function)]

@@ -21,7 +21,10 @@ from ort_backend.lowering.ops import attention as ops
 from ort_backend.lowering.passes import probabilities
 from ort_backend.runtime import capabilities
 
-pytestmark = pytest.mark.skipif(not capabilities.has_training(), reason="one session for forward and backward needs onnxruntime-training")
+pytestmark = [
+    pytest.mark.skipif(not capabilities.has_training(), reason="one session for forward and backward needs onnxruntime-training"),
+    pytest.mark.cpu_only(reason="the attention of PyTorch's CPU kernels, of which ONNX Runtime keeps the probabilities"),
+]
 
 Function = Callable[..., torch.Tensor]
 

@@ -13,7 +13,10 @@ from ort_backend.lowering import dense_products, kernel_choice
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities
 
-pytestmark = pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, which such products run in, needs onnxruntime-training")
+pytestmark = [
+    pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, which such products run in, needs onnxruntime-training"),
+    pytest.mark.cpu_only(reason="oneDNN's and MKL's products"),
+]
 
 OFF: list[dict[str, Any]] = [{"kernels": "onnxruntime"}, {"strict": True}]
 

@@ -13,6 +13,7 @@ import onnx
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS
+from default_device import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ def _kept(net: Net, x: torch.Tensor, **options: Any) -> int:
 
 @pytest.fixture
 def x() -> torch.Tensor:
-    return torch.randn(16, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    return torch.randn(16, 32, generator=seeded(0), requires_grad=True)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -178,7 +179,7 @@ def test_a_checkpointed_batch_norm_counts_once() -> None:
     own = copy.deepcopy(model)
     compiled = torch.compile(own, backend="ort_training", fullgraph=True)
     for seed in range(3):
-        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(2, 3, 8, 8, generator=seeded(seed))
         model(x)
         once = {name: value.clone() for name, value in model.norm.state_dict().items()}
         model(x).backward()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, same_gradients, same_tree, twin
+from default_device import seeded
 
 from ort_backend import joint, regions
 from ort_backend.lowering.passes import row_indices
 
 ROWS = torch.tensor([3, 0, 3, 1, 1, 3])  # of the six rows of X; row 2 of what they go to gets none
-X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+X = torch.randn(6, 4, generator=seeded(0))
 
 
 @pytest.fixture(name="rewritten")

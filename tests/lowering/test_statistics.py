@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import ON_CPU
 from ops.harness import trace
 from torch import nn
 
@@ -31,6 +32,8 @@ def _layer(number: int, shape: tuple[int, ...]) -> nn.Module:
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_equal_eagers(dtype: torch.dtype, shape: tuple[int, ...], number: int, kernels: str) -> None:
+    if number in (0, 2) and not ON_CPU:
+        pytest.skip("PyTorch's kernels of CUDA want parameters in the input's dtype")
     layer = _layer(number, shape)
     weights = torch.randn(shape)
 
@@ -48,6 +51,7 @@ def test_gradients_equal_eagers(dtype: torch.dtype, shape: tuple[int, ...], numb
         assert (one - wanted).norm() <= (2e-2 if dtype == torch.bfloat16 else 3e-3) * wanted.norm()
 
 
+@pytest.mark.cpu_only(reason="normalizations of one dtype with parameters of another")
 @single_session
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="bfloat16 by oneDNN")
 def test_autocast_of_a_block() -> None:
@@ -69,6 +73,7 @@ def test_autocast_of_a_block() -> None:
     assert {"aten::native_group_norm", "aten::native_group_norm_backward"} <= operators
 
 
+@pytest.mark.cpu_only(reason="normalizations of one dtype with parameters of another")
 def test_fake_values_have_the_dtypes_of_the_kernels() -> None:
     layer = nn.GroupNorm(4, 16)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import compiled, same_gradients, same_tree, twin
+from default_device import seeded
 from ops.harness import check
 
 from ort_backend import joint, regions
@@ -38,7 +39,7 @@ def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
 
 
 def _step(strided: Strided, make: Callable[..., Any] = lambda function: function) -> list[Any]:
-    x = torch.randn(144, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(144, generator=seeded(0)).requires_grad_()
     result = make(lambda x: (x * 2).as_strided(*strided) * 3)(x)
     (result * torch.arange(result.numel()).view(result.shape)).sum().backward()
     return [result.detach(), x.grad]
@@ -79,7 +80,7 @@ def test_a_sum_at_other_numbers_stays(rewritten: list[int]) -> None:
         places = torch.arange(1, 25).as_strided((2, 4), (4, 1)).reshape(-1)  # not from zero
         return torch.zeros(24).index_add(0, places, (x * 2).reshape(-1))
 
-    one, other = (twin(torch.randn(2, 4, generator=torch.Generator().manual_seed(0))).requires_grad_() for _ in range(2))
+    one, other = (twin(torch.randn(2, 4, generator=seeded(0))).requires_grad_() for _ in range(2))
     results = compiled(add)(one), add(other)
     same_tree(*results)
     for result in results:

@@ -1,4 +1,4 @@
-"""Runs one function of tensors through the lowerings and a plain session, without the rest of the backend."""
+"""Runs one function of tensors through the lowerings and a plain session on the CPU provider, without the rest of the backend."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def lower(module: fx.GraphModule, target: OrtTarget = _TARGET) -> LoweredGraph:
     for node in nodes:
         if node.op == "placeholder":
             graph.add_input(node, node.name)
-    graph.run(node for node in nodes if node.op in ("call_function", "get_attr"))
-    results = torch.utils._pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
-    for result in results:
-        value = graph.value(result)
-        if value.is_graph_input() or value.is_graph_output() or value.is_initializer():
-            value = graph.fresh(value, result.meta["val"])
-        graph.add_output(value)
-    return graph.finish()
+    with torch.device("cpu"):  # as in a compile, during which Dynamo has the user's default device off
+        graph.run(node for node in nodes if node.op in ("call_function", "get_attr"))
+        results = torch.utils._pytree.tree_leaves(next(node for node in nodes if node.op == "output").args)
+        for result in results:
+            value = graph.value(result)
+            if value.is_graph_input() or value.is_graph_output() or value.is_initializer():
+                value = graph.fresh(value, result.meta["val"])
+            graph.add_output(value)
+        return graph.finish()
 
 
 def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -49,8 +50,8 @@ def run(lowered: LoweredGraph, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     options.log_severity_level = 3
     program = Program.of(lowered.model)
     session = ort.InferenceSession(program.model, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(program.disabled))
-    feeds = {info.name: tensor.detach().contiguous().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
-    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+    feeds = {info.name: tensor.detach().contiguous().cpu().numpy() for info, tensor in zip(session.get_inputs(), inputs, strict=True)}
+    return [torch.from_numpy(array).to(torch.get_default_device()) for array in session.run(None, feeds)]
 
 
 def check(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False, other: Sequence[torch.Tensor] | None = None) -> LoweredGraph:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from default_device import seeded
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
@@ -84,9 +85,9 @@ def _gradients(results: Results, inputs: list[list[torch.Tensor]]) -> Results:
 
 
 def _tangent(seed: int, result: torch.Tensor) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     kind = torch.complex128 if result.is_complex() else torch.float64
-    return torch.randn(result.shape, dtype=kind, generator=generator).to(result.dtype)
+    return torch.randn(result.shape, dtype=kind, generator=generator).to(result)
 
 
 def _plain(result: Any) -> Any:
