@@ -103,7 +103,7 @@ def _announced(site: Site, index: int) -> bool:
 
 @torch.library.register_fake("ort_training::function_forward", lib=_library)
 def _(tensors: Sequence[torch.Tensor], ints: Sequence[Any], site: int) -> list[torch.Tensor]:
-    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).outputs), torch.empty((), dtype=torch.int64)]
+    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).outputs), torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 def _behaviour(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:

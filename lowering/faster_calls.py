@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 def _layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     if weight is None and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-        weight = torch.ones(shape, dtype=x.dtype)
+        weight = torch.ones(shape, dtype=x.dtype, device=x.device)
     return torch.native_layer_norm(x, shape, weight, bias, eps)
 
 

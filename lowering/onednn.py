@@ -39,7 +39,7 @@ def _biases(w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
 
 @torch.library.register_fake("ort_training::onednn_lstm", lib=_library)
 def _(x: Tensor, h0: Tensor, c0: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return x.new_empty(x.shape[0], *h0.shape[1:]), h0.new_empty(h0.shape), c0.new_empty(c0.shape), torch.empty((), dtype=torch.int64)
+    return x.new_empty(x.shape[0], *h0.shape[1:]), h0.new_empty(h0.shape), c0.new_empty(c0.shape), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.impl(_library, "onednn_lstm", "CompositeExplicitAutograd")

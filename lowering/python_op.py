@@ -178,7 +178,7 @@ def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
     def call(before: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         result = target(*args, **kwargs)
-        return (*(result if isinstance(result, (tuple, list)) else (result,)), torch.zeros((), dtype=torch.int64))
+        return (*(result if isinstance(result, (tuple, list)) else (result,)), torch.zeros((), dtype=torch.int64, device="cpu"))
 
     call.__wrapped__ = target  # type: ignore[attr-defined]
     return call
@@ -217,7 +217,7 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
     if isinstance(value, torch.Tensor):  # whose dtype is not the fake one's in mixed precision: a group norm's statistics (seen in torch 2.13)
         return value if dtype is None or value.dtype == dtype else value.to(dtype)
-    return torch.empty(0) if value is None else torch.tensor(value)
+    return torch.empty(0, device="cpu") if value is None else torch.tensor(value, device="cpu")
 
 
 def write_python_op(

@@ -56,7 +56,7 @@ def _keep_freed_memory() -> None:
     below 32 MB that was ever freed (mallopt(3), `M_TRIM_THRESHOLD`); every page that comes back is cleared. A step of GPT took 1 to 3 % longer
     for it, of a ViT 4 %. Nothing is written to the block that is freed here. `MALLOC_TRIM_THRESHOLD_` overrules it.
     """
-    torch.empty(_FREED_ONCE, dtype=torch.uint8)
+    torch.empty(_FREED_ONCE, dtype=torch.uint8, device="cpu")
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def _execute(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: i
 
 def _refuse(outputs: int, results: int) -> None:
     """Lets ONNX Runtime end the run: the kernel cannot be told of an error, but takes contiguous tensors only."""
-    _give([torch.empty(2, 2).t()] * outputs, results)
+    _give([torch.empty(2, 2, device="cpu").t()] * outputs, results)
 
 
 def _give(tensors: Sequence[torch.Tensor], results: int) -> None:

@@ -197,9 +197,9 @@ def _element_type(dtype: torch.dtype | None) -> np.dtype[Any] | None:
 def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     dtype = one.dtype
     if one.as_shape:
-        return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8)
+        return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8, device="cpu")
     if dtype is None:
-        return torch.tensor
+        return lambda number: torch.tensor(number, device="cpu")  # whatever the user's default device is
     if one.may_be_empty:
         convert = _inward(Input(one.position, dtype)) or _resolved
         return lambda tensor: convert(_with_strides(tensor))
@@ -218,7 +218,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 def _with_strides(tensor: torch.Tensor | None) -> torch.Tensor:
     """The tensor; a new one if it is empty: torch calls each of those contiguous, ONNX Runtime reads the strides."""
     if tensor is None:  # AOTAutograd hands it to a backward for the tokens of effects, which stand in the graph as empty tensors
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     return tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
