@@ -25,10 +25,10 @@ _signatures: dict[Hashable, Any] = {}
 class Builder(GraphBuilder):
     """Writes nodes into a graph, for tensors on some kind of device, and works out what is known of their results."""
 
-    def __init__(self, graph: ir.Graph, device_type: str = "cpu", *, aten_op: bool = False) -> None:
+    def __init__(self, graph: ir.Graph, device_type: str = "cpu", *, call_type: str = "PythonOp") -> None:
         super().__init__(graph)
         self.device_type = device_type
-        self.aten_op = aten_op  # whether `ATen` nodes call PyTorch's kernels, and not `PythonOp` nodes
+        self.call_type = call_type  # the type of the nodes that call PyTorch's kernels
 
     def _partition_inputs_attributes(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if schema is None:

@@ -78,7 +78,7 @@ class GraphLowering:
         self.target = target
         self.strict = strict
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": target.opset, MS: 1}, name=name)
-        self.op = Builder(self.graph, target.device_type, aten_op=target.aten_op).op
+        self.op = Builder(self.graph, target.device_type, call_type=target.call_type).op
         self.env: dict[fx.Node, Any] = {}
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []

@@ -1,5 +1,5 @@
-"""FX nodes that run by PyTorch's kernel itself, inside the session, on the same memory: `org.pytorch.aten::ATen` on the CPU, and
-`com.microsoft::PythonOp` elsewhere.
+"""FX nodes that run by PyTorch's kernel itself, inside the session, on the same memory: `org.pytorch.aten::ATen` on the CPU,
+`com.microsoft::TritonOp` on a CUDA device, and `com.microsoft::PythonOp` elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.permuting import inverse
-from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE
+from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE, TRITON
 
 MS = "com.microsoft"
 _UNUSED = -1
@@ -241,7 +241,7 @@ def write_python_op(
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
     places = [position for position, argument in enumerate(flat) if isinstance(argument, ir.Value)]
     values = [flat[position] for position in places]
-    given, orders = call_orders(target, values, fakes, results, on_cpu=op.builder.aten_op)
+    given, orders = call_orders(target, values, fakes, results, on_cpu=op.builder.call_type == ATEN)
     values = [laid_out(op, value, order) for value, order in zip(values, given, strict=True)]
     dtypes = [like.dtype if isinstance(like, torch.Tensor) else None for like in fakes]
     slots = [_TensorSlot(*one) for one in zip(places, dtypes, given, strict=True)]
@@ -251,9 +251,13 @@ def write_python_op(
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
     call = make_call(target, title, spec, constants, slots, results, orders)
     outputs = [_output_of(value) for value in results if value is not None]
-    if op.builder.aten_op and outputs:
+    if op.builder.call_type == ATEN and outputs:
         call.op_type = ATEN
         made = op.ATen(*values, operator=call.name, overload_name="", _domain=ATEN_DOMAIN, _version=1, _outputs=len(outputs))
+        return _read(op, as_declared(op, [made] if isinstance(made, ir.Value) else made, results, outputs), orders), call
+    if op.builder.call_type == TRITON and outputs:
+        call.op_type = TRITON
+        made = op.TritonOp(*values, func_name=call.name, _domain=MS, _version=1, _outputs=len(outputs))
         return _read(op, as_declared(op, [made] if isinstance(made, ir.Value) else made, results, outputs), orders), call
     made = op.PythonOp(*values, _domain=MS, _version=1, _outputs=1 + len(outputs), **_attributes(call, values, outputs))
     context, *made = typed_context((made,) if isinstance(made, ir.Value) else made)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ort_backend.target import ATEN
+from ort_backend.target import ATEN, TRITON
 
-_WITH_EFFECT = ("YieldOp", ATEN, "PythonOp", "PythonOpGrad")
+_WITH_EFFECT = ("YieldOp", ATEN, TRITON, "PythonOp", "PythonOpGrad")
 
 
 def drop_unread_nodes(graph: ir.Graph) -> None:

@@ -11,6 +11,8 @@ RELEASE = "ort_training.release"
 
 # ONNX Runtime's operator for PyTorch's own operators, and its domain.
 ATEN, ATEN_DOMAIN = "ATen", "org.pytorch.aten"
+# Its operator for kernels written in Triton, which on a CUDA device calls whatever Python has registered.
+TRITON = "TritonOp"
 
 
 def _every_kernel(node: Any) -> bool:
@@ -28,6 +30,7 @@ class OrtTarget:
         training: Whether the installed ONNX Runtime has `TrainingAgent`, `YieldOp` and the `*Grad` kernels.
         python_op: Whether `PythonOp` nodes can run. Not where runs are captured.
         aten_op: Whether `ATen` nodes can run, which call PyTorch's kernels at half the cost. Asked where `PythonOp` nodes can.
+        triton_op: Whether `TritonOp` nodes can run: on CUDA, where for each `PythonOp` the host waits until the device is done. Likewise.
         has_kernel: `has_kernel(node)` for an `onnx_ir.Node` whose inputs have types: whether the provider can run it.
         contrib_ops: Names (`"com.microsoft::FusedMatMul"`) of operators outside ONNX whose schema exists in this build.
         kernels: Which kernel runs an operator that PyTorch has one for as well: `"measured"`, the faster one; `"onnxruntime"`, always
@@ -46,6 +49,7 @@ class OrtTarget:
     training: bool = True
     python_op: bool = True
     aten_op: bool = False
+    triton_op: bool = False
     has_kernel: Callable[[Any], bool] = _every_kernel
     contrib_ops: frozenset[str] = frozenset()
     kernels: str = "measured"
@@ -54,6 +58,11 @@ class OrtTarget:
     bfloat16_products: bool = False
     threads: int = 1
     cuda_graphs: bool = False
+
+    @property
+    def call_type(self) -> str:
+        """The type of the nodes that call PyTorch's kernels."""
+        return ATEN if self.aten_op else TRITON if self.triton_op else "PythonOp"
 
     @property
     def whole_graphs(self) -> bool:

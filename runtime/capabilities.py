@@ -16,7 +16,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import EnvironmentProblem, OptionError
 from ort_backend.runtime import cuda, denormals
-from ort_backend.target import ATEN, ATEN_DOMAIN, OrtTarget
+from ort_backend.target import ATEN, ATEN_DOMAIN, TRITON, OrtTarget
 
 MS = "com.microsoft"
 CPU_PROVIDER = "CPUExecutionProvider"
@@ -24,6 +24,7 @@ CPU_PROVIDER = "CPUExecutionProvider"
 # Written with a declared output type and shape only; a probe without them brings the process down (onnxruntime-training 1.19.2).
 _UNSAFE_TO_PROBE = {("", "MaxPoolGrad"), ("", "AveragePoolGrad")}
 _CONTROL_FLOW = {"If", "Loop", "Scan", "SequenceMap"}
+_CALLS_PYTHON = {"PythonOp", "PythonOpGrad", "YieldOp", TRITON}
 
 
 def has_training() -> bool:
@@ -40,6 +41,12 @@ def has_python_op() -> bool:
 def has_aten_op() -> bool:
     """Whether `ATen` nodes can run here, on the CPU."""
     return hasattr(C, "register_aten_op_executor") and has_contrib_op(ATEN, ATEN_DOMAIN)
+
+
+@functools.cache
+def has_triton_op() -> bool:
+    """Whether `TritonOp` nodes can run here, on a CUDA device."""
+    return hasattr(C, "register_triton_op_executor") and C.is_triton_enabled() and has_contrib_op(TRITON)
 
 
 def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: int = 0) -> OrtTarget:
@@ -67,6 +74,7 @@ def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: i
         training=has_training(),
         python_op=has_python_op(),
         aten_op=provider == CPU_PROVIDER and has_aten_op(),
+        triton_op=provider == cuda.PROVIDER and has_triton_op(),
         has_kernel=functools.partial(has_kernel, provider=provider, opset=opset, libraries=libraries, device=device),
         contrib_ops=_ContribOps(libraries),
     )
@@ -158,7 +166,12 @@ def has_kernel(node: ir.Node, *, provider: str, opset: int, libraries: tuple[str
     Raises:
         EnvironmentProblem: ONNX Runtime makes no sessions on that provider.
     """
-    if node.op_type in _CONTROL_FLOW or node.domain == ATEN_DOMAIN or node.domain == MS and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp"):
+    if (
+        node.op_type in _CONTROL_FLOW
+        or node.domain == ATEN_DOMAIN
+        or node.domain == MS
+        and node.op_type in ("PythonOp", "PythonOpGrad", "YieldOp", TRITON)
+    ):
         return True
     if (node.domain, node.op_type) in _UNSAFE_TO_PROBE:
         return provider == CPU_PROVIDER and all(v.dtype in (ir.DataType.FLOAT, ir.DataType.INT64) for v in node.inputs if v)

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.runtime.capabilities import CPU_PROVIDER, MS, has_kernel, has_training
-from ort_backend.target import ATEN
+from ort_backend.target import ATEN, TRITON
 
 
 def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[str]:
@@ -119,7 +119,7 @@ def _folds_too_much(model: ir.Model) -> bool:
         reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
         if reads_values or node.op_type == "YieldOp":
             varying.update(node.outputs)
-    calls = (node for node in model.graph if node.op_type in (ATEN, "PythonOp"))
+    calls = (node for node in model.graph if node.op_type in (ATEN, TRITON, "PythonOp"))
     return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)
 
 

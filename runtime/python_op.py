@@ -103,6 +103,22 @@ def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None
             _state.run, _state.fence = before, None
 
 
+@contextlib.contextmanager
+def ordering(fence: Fence | None) -> Iterator[None]:
+    """Around a run on a device whose nodes call PyTorch's kernels, and no user's Python: no thread has to wait for another one's."""
+    before, _state.fence = _state.fence, fence
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _state.fence = before
+
+
+def current_fence() -> Fence | None:
+    """What orders PyTorch's stream and ONNX Runtime's in the run that is under way on this thread; None where they are one."""
+    return _state.fence
+
+
 class Call(Protocol):
     """What a graph's lowering hands over for a Python node, or for the pair of nodes of a user's Function."""
 

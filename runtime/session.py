@@ -22,9 +22,10 @@ from ort_backend.runtime import arena, cuda, denormals, layer_norm, square_root
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
-from ort_backend.runtime.python_op import Call, Registration, RunState, running, take_error
+from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running, take_error
 from ort_backend.runtime.result_memory import memory
-from ort_backend.target import ATEN
+from ort_backend.runtime.triton_op import TritonRegistration
+from ort_backend.target import ATEN, TRITON
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ ORT_ERRORS = (
 
 _profiles = itertools.count()
 _FUSING = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+
+# What registers the callable behind a node, by its type; a `Registration` behind a `PythonOp`.
+_REGISTRATIONS: dict[str, Callable[[Call], Any]] = {ATEN: AtenRegistration, TRITON: TritonRegistration}
 
 # Attributes of nodes that hold the name of a callable.
 _CALLED = ("func_name", "operator")
@@ -167,9 +171,9 @@ class Session:
     """An ONNX Runtime session and the Python callables behind its nodes. It can be closed, and opened again."""
 
     def __init__(self, program: Program, config: SessionConfig, calls: Sequence[Call]) -> None:
-        self._registrations = [(AtenRegistration if call.op_type == ATEN else Registration)(call) for call in calls]
+        self._registrations = [_REGISTRATIONS.get(call.op_type, Registration)(call) for call in calls]
         # Whether there are `PythonOp` nodes, in which a thread is alone.
-        self.has_python_ops = any(call.op_type != ATEN for call in calls)
+        self.has_python_ops = any(call.op_type not in _REGISTRATIONS for call in calls)
         self._program = program
         self.name = program.name
         self._config = config
@@ -257,7 +261,7 @@ class Session:
             if fence is not None:
                 fence.to_onnxruntime()
             try:
-                python = running(state, fence) if self._registrations else contextlib.nullcontext()
+                python = running(state, fence) if self.has_python_ops else ordering(fence)
                 with python, torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                     yield
             finally:
@@ -325,7 +329,7 @@ class Session:
 
 
 # The host decides what comes next, or waits for a size.
-_READ_BY_HOST = ("If", "Loop", "Scan", "PythonOp", "NonZero", "Compress", "Unique")
+_READ_BY_HOST = ("If", "Loop", "Scan", "PythonOp", TRITON, "NonZero", "Compress", "Unique")
 
 
 def _may_be_float32(value: ir.Value | None) -> bool:

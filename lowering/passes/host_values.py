@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from ort_backend.target import TRITON
+
 _ROOTS = {"Shape", "Size"}
 # What sizes are worked out with.
 ARITHMETIC = {
@@ -51,7 +53,7 @@ def keep_on_host(graph: ir.Graph) -> None:
                 continue
             if value is None or value not in host or i in _ON_HOST.get(node.op_type, ()):
                 continue
-            if node.op_type == "PythonOp":
+            if node.op_type in ("PythonOp", TRITON):
                 to_device.as_shape(node, i, value)
             elif (made := to_device(value)) is not None:
                 node.replace_input_with(i, made)

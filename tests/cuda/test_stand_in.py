@@ -131,6 +131,50 @@ assert take_error() is None and [entry[:2] for entry in seen] == [("cuda", (64, 
     assert "cudaMemcpy" not in during, during
 
 
+def test_a_call_of_pytorch_gets_tensors_of_the_device_without_a_copy_or_a_wait(over_stand_in: Run) -> None:
+    """By `TritonOp`: behind a `PythonOp`, whose context is on the host, ONNX Runtime waits for the device."""
+    code = """
+import os
+ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0]).pretend_cuda()
+torch.cuda._lazy_init = lambda: None  # a tensor that arrives by DLPack
+from ort_backend.lowering.python_op import PythonCall
+from ort_backend.runtime.python_op import ordering, take_error
+from ort_backend.runtime.triton_op import TritonRegistration
+seen = []
+def function(tensor):
+    seen.append((tensor.device.type, tuple(tensor.shape)))
+    if len(seen) > 1:
+        raise ValueError("of the user")
+    return (tensor, tensor)
+registration = TritonRegistration(PythonCall("test#1", "test", function, op_type="TritonOp"))
+x, h, p, q, y = (tensor(name, 64, 32) for name in "xhpqy")
+node = ir.Node("com.microsoft", "TritonOp", [h], [ir.AttrString("func_name", "test#1")], outputs=[p, q])
+data = model(ir.Node("", "Relu", [x], outputs=[h]), node, ir.Node("", "Add", [p, q], outputs=[y]), inputs=[x], outputs=[y])
+one = session(data, {})  # without fallback: every node has a kernel for the device
+device = C.OrtDevice(C.OrtDevice.cuda(), C.OrtDevice.default_memory(), 0)
+def run():
+    feeds, fetches = C.OrtValueVector(), C.OrtValueVector()
+    feeds.push_back(C.OrtValue.ortvalue_from_numpy(np.zeros((64, 32), np.float32), device))
+    options = ort.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    print("RUN", file=sys.stderr, flush=True)
+    with ordering(None):
+        one._sess.run_with_ortvaluevector(options, ["x"], feeds, ["y"], fetches, [device])
+run()
+print("DONE", file=sys.stderr, flush=True)
+assert take_error() is None and seen == [("cuda", (64, 32))], seen
+try:
+    run()
+except Exception:
+    assert repr(take_error()) == "ValueError('of the user')"
+else:
+    raise AssertionError("nothing was raised")
+"""
+    log = over_stand_in(MODEL + code, FAKECUDA_TRACE="1").stderr
+    during = log[log.index("RUN") : log.index("DONE")]
+    assert "cudaMemcpy" not in during and "Synchronize" not in during, during
+
+
 def test_sessions_can_be_captured(over_stand_in: Run) -> None:
     """ONNX Runtime takes the sessions of a training graph as such whose runs can be captured (no node on the CPU, no Memcpy, no control flow), and
     begins to capture. The stand-in gives it no graph in the end: the runs are plain ones from then on, and a warning says so."""
