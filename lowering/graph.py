@@ -274,7 +274,7 @@ class GraphLowering:
             lacking = next((new for new in self._since(mark) if not self._has_kernel(new)), None)
             if lacking is not None:
                 reason = f"{self.target.provider} has no {lacking.op_type} kernel for {_types(lacking)}"
-            elif (kind := not_for_empty(node, self._since(mark))) is not None:
+            elif (kind := not_for_empty(node, self._since(mark), on_device=self.target.sizes_on_host)) is not None:
                 reason = f"{kind} is not for a tensor without elements, as one may be here"
             else:
                 return result, None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime.python_op import Call, keep_error
+from ort_backend.runtime.python_op import Call, current_fence, keep_error
 from ort_backend.runtime.result_memory import memory
 
 _from_dlpack = torch._C._from_dlpack
@@ -37,7 +37,7 @@ _Execute = ctypes.CFUNCTYPE(None, c_char_p, c_char_p, c_size_t, c_void_p, c_size
 _IsOnCpu = ctypes.CFUNCTYPE(c_bool, c_char_p, c_char_p, c_size_t, c_bool)
 _Pointers = c_void_p * (1 << 20)  # a view of as many as there are
 
-_callables: dict[bytes, Callable[..., Sequence[torch.Tensor]]] = {}
+_callables: dict[bytes, Callable[..., Sequence[torch.Tensor]]] = {}  # and `sum`, see below
 _installed: list[Any] = []
 
 
@@ -55,10 +55,21 @@ class AtenRegistration:
         _callables.pop(self._name, None)
 
 
+def _sum(x: torch.Tensor, dims: torch.Tensor, keeps: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What the CUDA provider's ReduceSum asks for, once there is somebody to ask (`aten::sum.dim_IntList`; read in 1.19.2)."""
+    fence = current_fence()
+    if fence is not None:
+        fence.to_torch()
+    result = torch.sum(x, dims.tolist(), bool(keeps.item()))
+    if fence is not None:
+        fence.to_onnxruntime()
+    return [result.contiguous()]
+
+
 def _execute(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: int, results: int) -> None:
     try:
         arrived = _Pointers.from_address(tensors)[:inputs] if inputs else ()
-        made = _callables[name](*[_from_dlpack(_new_capsule(one, _TENSOR, None)) for one in arrived])
+        made = _callables[name](*[_from_dlpack(_new_capsule(one, _TENSOR, None)) for one in arrived if one is not None])
         _give([made[i] for i in range(outputs)], results)
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         keep_error(error)
@@ -85,5 +96,6 @@ def _is_on_cpu(name: bytes, overload: bytes, index: int, is_input: bool) -> bool
 def _install() -> None:
     """Hands the functions to ONNX Runtime, once per process."""
     if not _installed:
+        _callables[b"sum"] = _sum
         _installed.extend((_IsOnCpu(_is_on_cpu), _Execute(_execute)))
         C.register_aten_op_executor(*(str(ctypes.cast(one, c_void_p).value) for one in _installed))

@@ -74,8 +74,19 @@ def _unbatched(op: Any, result: ir.Value, tensor: ir.Value, spatial: int) -> ir.
     return result if tensor.shape.rank() == spatial + 2 else op.Squeeze(result, int64s(op, [0]))  # type: ignore[union-attr]
 
 
+def _refuse_on_device(op: Any, window: dict[str, Any], spatial: int) -> None:
+    """cuDNN's poolings are padded behind as in front: those of 1.19.2 take what an ONNX node says of the front (wrong averages, seen on an H200).
+
+    Raises:
+        Unsupported: on a CUDA device, where a window is padded otherwise.
+    """
+    if op.builder.device_type != "cpu" and ("ceil_mode" in window or window["pads"][:spatial] != window["pads"][spatial:]):
+        raise Unsupported("more padding behind than in front, on a device")
+
+
 def max_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any]) -> tuple[ir.Value, ir.Value]:
     """The maxima of windows, and where in its plane each stands."""
+    _refuse_on_device(op, window, spatial)
     batched = _batched(op, self, spatial)
     out, flat_indices = op.MaxPool(batched, **window, _outputs=2)
     # ONNX counts through the whole tensor, PyTorch within each plane.
@@ -153,6 +164,7 @@ def _counted(window: dict[str, Any], spatial: int, count_include_pad: bool, divi
 def _avg_pool(op: Any, self: ir.Value, spatial: int, window: dict[str, Any], count_include_pad: bool, divisor_override: int | None) -> ir.Value:
     if "ceil_mode" in window:
         return _avg_pool_rounded_up(op, self, spatial, window, count_include_pad, divisor_override)
+    _refuse_on_device(op, window, spatial)
     counted = _counted(window, spatial, count_include_pad, divisor_override)
     window = {name: value for name, value in window.items() if name != "dilations"}
     out = op.AveragePool(_batched(op, self, spatial), **window, count_include_pad=int(counted != "inside"))

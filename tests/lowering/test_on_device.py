@@ -1,0 +1,57 @@
+"""What is lowered otherwise for a CUDA device, since the provider's kernels are wrong there (1.19.2, seen on an H200). Nothing runs here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from ort_backend.lowering.decompositions import table
+from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.lowered import NotOnOrt
+from ort_backend.runtime import capabilities
+
+
+@pytest.fixture(autouse=True)
+def _for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernels, taken for those of a device."""
+    target = capabilities.target
+
+    def on_device(*args: Any) -> Any:
+        return dataclasses.replace(target(*args), provider="CUDAExecutionProvider", has_kernel=lambda node: True)
+
+    monkeypatch.setattr(capabilities, "target", on_device)
+
+
+def _lower(function: Any, *inputs: torch.Tensor) -> set[str]:
+    """The kinds of the nodes that are written for a function."""
+    traced = make_fx(function, decomposition_table=table(), tracing_mode="fake")(*inputs)
+    lowering = GraphLowering(dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), python_op=False), "test")
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            lowering.add_input(node, node.name)
+    lowering.run(node for node in traced.graph.nodes if node.op in ("call_function", "get_attr"))
+    return {node.op_type for node in lowering.graph}
+
+
+@pytest.mark.parametrize("pool", [F.avg_pool2d, F.max_pool2d])
+def test_poolings_padded_otherwise_behind_are_pytorchs(pool: Any) -> None:
+    x = torch.randn(2, 3, 7, 8)
+    assert _lower(lambda x: pool(x, 3, 2, 1), x) & {"AveragePool", "MaxPool"}
+    with pytest.raises(NotOnOrt, match="more padding behind than in front"):
+        _lower(lambda x: pool(x, 3, 2, 1, ceil_mode=True), x)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sum(0), lambda x: x.softmax(-1), lambda x: x.amax(1)], ids=["sum", "softmax", "amax"])
+def test_reductions_of_nothing_are_pytorchs(function: Any) -> None:
+    _lower(function, torch.randn(2, 3))
+    with pytest.raises(NotOnOrt, match="is not for a tensor without elements"):
+        _lower(function, torch.randn(0, 3))
+
+
+def test_the_graph_tells_what_it_is_for() -> None:
+    assert GraphLowering(capabilities.target("CPUExecutionProvider", 18), "test").op.builder.device_type == "cuda"
