@@ -15,7 +15,7 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report
+from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
 from ort_backend.callables import Boxed, beside_python, boxed, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
@@ -29,7 +29,6 @@ from ort_backend.lowering.checkpoints import nothing_to_compute_again
 from ort_backend.lowering.composites import right_losses, whole_operators
 from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
-from ort_backend.lowering.nested_regions import inline_regions
 from ort_backend.lowering.unread_draws import unread_draws
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities
@@ -80,7 +79,7 @@ def ort_training(
     if compiled_autograd.has_lists(example_inputs):
         flat, row = compiled_autograd.spread(gm, example_inputs)
         return compiled_autograd.with_lists(ort_training(flat, row, options=options, mode=mode))
-    inline_regions(gm)
+    traced_graph.simplify(gm)
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
     traced = traced_function.make_opaque(gm) if settings.autograd_functions == "opaque" and not HAS_HOOK else 0

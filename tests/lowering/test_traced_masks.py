@@ -1,0 +1,93 @@
+"""Masks of attention that are known when Dynamo's graph is, left out for a CUDA device: here the CPU is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+from ort_backend.lowering.passes.traced_masks import drop_traced_masks
+
+L = 6
+Q = torch.randn(2, 4, L, 8)
+
+
+def _written_by_transformers(x: Tensor) -> Tensor:
+    """As its `sdpa_mask` of 5.17 writes the mask of an encoder without padding."""
+    numbers = torch.arange(x.shape[2], device=x.device) + 0
+    return (numbers[None, None, :, None] >= 0).expand(x.shape[0], -1, x.shape[2], x.shape[2])
+
+
+def _causal(x: Tensor) -> Tensor:
+    numbers = torch.arange(x.shape[2], device=x.device)
+    return numbers[None, :] <= numbers[:, None]
+
+
+def _causal_to_add(x: Tensor) -> Tensor:
+    return torch.zeros(L, L).masked_fill(torch.ones(L, L).tril().logical_not(), float("-inf"))
+
+
+def _shifted(x: Tensor) -> Tensor:
+    numbers = torch.arange(L)
+    return numbers[None, :] <= numbers[:, None] + 1
+
+
+def _distances(x: Tensor) -> Tensor:
+    return (torch.arange(L)[None, :] - torch.arange(L)[:, None]) * 0.5
+
+
+def _compiled(function: Callable[..., Any], *args: Tensor, device: str = "cpu", dynamic: bool | None = None) -> tuple[Any, list[fx.Node], int]:
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.append(drop_traced_masks(gm, device))
+        found.append(gm.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention))
+        return gm.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    return result, found[1], found[0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"), [(_written_by_transformers, False), (_causal, True), (_causal_to_add, True), (lambda x: torch.zeros(L, L), False)]
+)
+def test_masks_are_left_out(mask: Callable[[Tensor], Tensor], causal: bool) -> None:
+    for call in (
+        lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=mask(x), scale=0.3),
+        lambda x: F.scaled_dot_product_attention(x, x, x, mask(x), 0.0, False),
+    ):
+        result, (node,), dropped = _compiled(call, Q)
+        given = {**dict(zip(("q", "k", "v", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)), **node.kwargs}
+        assert dropped == 1 and given["attn_mask"] is None and given["is_causal"] is causal
+        torch.testing.assert_close(result, call(Q))
+
+
+@pytest.mark.parametrize("mask", [_shifted, _distances, lambda x: x[0, 0, :, :L] > 0, lambda x: torch.rand(L, L) > 0])
+def test_others_stay(mask: Callable[[Tensor], Tensor]) -> None:
+    assert _compiled(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=mask(x)), Q)[2] == 0
+
+
+def test_only_what_is_fixed_and_on_the_device() -> None:
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=_written_by_transformers(x))
+
+    assert _compiled(attention, Q, device="cuda")[2] == 0
+    assert _compiled(attention, Q, dynamic=True)[2] == 0
+    assert _compiled(lambda x: F.scaled_dot_product_attention(x, x, x), Q)[2] == 0
+
+
+def test_layers_share_a_mask() -> None:
+    def layers(x: Tensor) -> Tensor:
+        mask = _causal(x)
+        for _ in range(3):
+            x = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        return x
+
+    result, nodes, dropped = _compiled(layers, Q)
+    assert dropped == len(nodes) == 3
+    torch.testing.assert_close(result, layers(Q))
