@@ -372,6 +372,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     if len(devices) > 1:
         raise LoweringError(f"tensors on CUDA devices {sorted(devices)} meet in one graph, which runs on one device")
     provider = settings.provider or ("CUDAExecutionProvider" if devices else "CPUExecutionProvider")
+    if devices and provider == "CPUExecutionProvider":
+        raise OptionError("provider='CPUExecutionProvider' cannot read tensors on a CUDA device: leave the option out, or move model and inputs")
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries, next(iter(devices), 0))
     captures = settings.cuda_graphs and _can_capture(provider)

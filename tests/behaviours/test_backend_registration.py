@@ -11,9 +11,12 @@ import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, onnx_files, refused, same_as_eager, same_module, same_tree
 from default_device import seeded
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ort_backend
+from ort_backend import compiler
+from ort_backend.options import CompileOptions
 from ort_backend.runtime import arena
 
 X = torch.randn(4, 3, generator=seeded(0)).requires_grad_()
@@ -132,6 +135,16 @@ def test_a_session_option_that_does_not_exist_is_an_error(wanted: dict[str, Any]
         compiled(nn.Linear(3, 2), options={"session_options": wanted})(X)
 
 
+def test_the_cpu_reads_no_tensors_of_a_device() -> None:
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    with FakeTensorMode():
+        x = torch.empty(3, device="cuda")
+    with pytest.raises(ort_backend.OptionError, match="cannot read tensors on a CUDA device"):
+        compiler._target(CompileOptions(provider="CPUExecutionProvider"), fx.GraphModule({}, graph), [x])
+
+
+@pytest.mark.cpu_only(reason="a provider that reads no tensors of a device")
 def test_the_provider_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _session_options(monkeypatch)
     same_as_eager(

@@ -53,7 +53,7 @@ print(json.dumps({{
     "permuted": [perm for one in lowered for node in one.model.graph if node.op_type == "Transpose"
                  if len(perm := list(node.attributes["perm"].as_ints())) == 4],
     "given": [[value.producer() and value.producer().op_type for value in node.inputs if value is not None]
-              for one in lowered for node in one.model.graph if node.op_type == "PythonOp"],
+              for one in lowered for node in one.model.graph if node.op_type == "TritonOp"],
     "nodes": collections.Counter(node.op_type for one in lowered for node in one.model.graph),
     "outside": [(one.operator, one.is_choice, one.reason) for graph in ort_backend.report().graphs for one in graph.outside],
     "warnings": warnings,
@@ -70,7 +70,7 @@ def _captured(run: Run, kind: str, model: str, **options: Any) -> dict[str, Any]
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 def test_nothing_is_permuted(over_stand_in: Run, kind: str) -> None:
     found = _captured(over_stand_in, kind, _GPT)
-    assert found["nodes"]["PythonOp"] == 4 and found["permuted"] == []
+    assert found["nodes"]["TritonOp"] == 4 and found["permuted"] == []
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": True}])
@@ -84,5 +84,5 @@ def test_it_is_a_choice(over_stand_in: Run, options: dict[str, Any]) -> None:
 
 def test_a_mask_is_not_written_down_for_all_heads(over_stand_in: Run) -> None:
     found = _captured(over_stand_in, "efficient", _MASKED)
-    assert found["nodes"]["PythonOp"] == 2 and found["permuted"] == []
+    assert found["nodes"]["TritonOp"] == 2 and found["permuted"] == []
     assert all("Pad" in given and "Expand" not in given for given in found["given"]) and found["nodes"]["Pad"] == 1
