@@ -7,7 +7,7 @@
 
 Writes results.json, report.md with its plots, and table.md (a table for the README). The exit status is 1 if a backend failed, or computed
 another loss or gradient than eager. Single questions have scripts of their own:
-python -m benchmarks.{kernels,layers,shapes,overhead,kept,recurrent,fusions}.
+python -m benchmarks.{kernels,layers,shapes,overhead,kept,recurrent,fusions,device_kernels}.
 """
 
 from __future__ import annotations

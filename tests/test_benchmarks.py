@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import fx
 
-from benchmarks import compare, machine, measure, operators, process, report, suite
+from benchmarks import compare, device_kernels, machine, measure, operators, process, report, suite
 from benchmarks.families import family
 from benchmarks.models import DEFAULT, QUICK, WORKLOADS
 
@@ -237,3 +237,8 @@ def test_functions_of_operators_have_gradients() -> None:
 def test_the_machine_has_the_onnx_runtime_that_is_imported() -> None:
     packages = machine.describe("cpu")["packages"]
     assert [version for name, version in packages.items() if name.startswith("onnxruntime")] == [onnxruntime.__version__]
+
+
+def test_kernels_of_a_device_are_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_kernels.main(["--device", "cpu", "--only", "silu", "mean of planes"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")] == ["silu", "silu_backward", "mean"] * 2
