@@ -1,8 +1,8 @@
 """Sizes stay on the host: for a device, what is worked out from sizes reaches the kernels that want it as a value without a copy.
 
 ONNX Runtime works out sizes on the CPU and copies between devices where such a value meets a kernel. The copies are this pass's to avoid: `Range`
-takes its limits on the host and writes its result on the device, so that a number n is there as `Range(n, n + 1, 1)`; a `PythonOp` gets a number as
-the shape of a tensor without elements.
+takes its limits on the host and writes its result on the device, so that a number n is there as `Range(n, n + 1, 1)`; a node that calls PyTorch
+gets a number as the shape of a tensor without elements.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _ToDevice:
         return self._made[value]
 
     def as_shape(self, node: ir.Node, i: int, value: ir.Value) -> None:
-        """Gives a `PythonOp` an int64 scalar n as a tensor of shape (n, 0, 0), or (0, -n, 0) if it is negative."""
+        """Gives a node that calls PyTorch an int64 scalar n as a tensor of shape (n, 0, 0), or (0, -n, 0) if it is negative."""
         if value.dtype != _INT64 or value.shape is None or value.shape.rank() != 0:
             return
         zero, first = self._constant(0, _INT64), self._constant([0], _INT64)
@@ -179,9 +179,10 @@ class _ToDevice:
         made.shape = ir.Shape([None, None, 0])
         node.replace_input_with(i, made)
         for name, declared in (("input_tensor_types", int(ir.DataType.UINT8)), ("input_tensor_ranks", 3)):
-            kept = list(node.attributes[name].as_ints())
-            kept[i] = declared
-            node.attributes[name] = ir.AttrInt64s(name, kept)
+            if name in node.attributes:  # a `TritonOp` declares nothing
+                kept = list(node.attributes[name].as_ints())
+                kept[i] = declared
+                node.attributes[name] = ir.AttrInt64s(name, kept)
 
     def _write(self, value: ir.Value) -> ir.Value | None:
         shape, producer = value.shape, value.producer()

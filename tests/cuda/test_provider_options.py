@@ -135,7 +135,7 @@ def test_an_allocation_that_failed_earlier_is_not_the_reason_of_an_error(monkeyp
     made, _kept = cuda.callbacks(lambda size: [][size], lambda address: None, lambda: None)
     session = Session.__new__(Session)
     session._config, session._registrations, session._stream, session.on_cuda = SessionConfig(provider=cuda.PROVIDER), [], None, True
-    session._program, session.name = mock.Mock(lines={}), "g"
+    session._program, session.name, session.has_python_ops = mock.Mock(lines={}), "g", False
     monkeypatch.setattr(Fence, "of", lambda *_: None)
     alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(made.alloc)
     with mock.patch.object(torch.cuda, "device", lambda index: contextlib.nullcontext()):

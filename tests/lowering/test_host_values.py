@@ -108,6 +108,20 @@ def test_a_tensor_behind_a_gradient(shape: tuple[int, ...], dtype: ir.DataType) 
     assert "Range" not in operators and operators[-2:] == ["Shape", "Reshape"] and operators.count("Cast") == 2
 
 
+@pytest.mark.parametrize("declared", ["PythonOp", "TritonOp"])
+def test_a_call_of_pytorch_gets_a_number_as_a_shape(declared: str) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(D.FLOAT), shape=ir.Shape([None]))
+    size = ir.Node("", "Size", [x])
+    size.outputs[0].type, size.outputs[0].shape = ir.TensorType(D.INT64), ir.Shape([])
+    attributes = [ir.AttrInt64s("input_tensor_types", [1, 7]), ir.AttrInt64s("input_tensor_ranks", [1, 0])] if declared == "PythonOp" else []
+    call = ir.Node("com.microsoft", declared, [x, size.outputs[0]], attributes)
+    keep_on_host(ir.Graph([x], call.outputs, nodes=[size, call], opset_imports={"": 18}))
+    number = call.inputs[1]
+    assert number is not None and number.dtype == D.UINT8 and number.producer().op_type == "ConstantOfShape"  # type: ignore[union-attr]
+    told = {name: list(attribute.as_ints()) for name, attribute in call.attributes.items()}
+    assert told == ({"input_tensor_types": [1, int(D.UINT8)], "input_tensor_ranks": [1, 3]} if declared == "PythonOp" else {})
+
+
 def test_what_is_about_sizes() -> None:
     x = ir.Value(name="x", type=ir.TensorType(D.FLOAT), shape=ir.Shape([None]))
     size = ir.Node("", "Size", [x])
