@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ort_backend.compiler import ort_training
-    from ort_backend.errors import EnvironmentProblem, LoweringError, OptionError, OrtBackendError, PassError, SessionError, VerificationError
+    from ort_backend.errors import (
+        EnvironmentProblem,
+        LoweringError,
+        OptionError,
+        OrtBackendError,
+        OutOfRangeError,
+        PassError,
+        SessionError,
+        VerificationError,
+    )
     from ort_backend.graph_report import report
     from ort_backend.lowering.function_behaviour import register_fake
     from ort_backend.lowering.registry import register as register_lowering
@@ -27,6 +36,7 @@ __all__ = [
     "LoweringError",
     "OptionError",
     "OrtBackendError",
+    "OutOfRangeError",
     "PassError",
     "SessionError",
     "VerificationError",
@@ -44,6 +54,7 @@ _HOMES = {
     "LoweringError": ("ort_backend.errors", "LoweringError"),
     "OptionError": ("ort_backend.errors", "OptionError"),
     "OrtBackendError": ("ort_backend.errors", "OrtBackendError"),
+    "OutOfRangeError": ("ort_backend.errors", "OutOfRangeError"),
     "PassError": ("ort_backend.errors", "PassError"),
     "SessionError": ("ort_backend.errors", "SessionError"),
     "VerificationError": ("ort_backend.errors", "VerificationError"),

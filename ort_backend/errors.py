@@ -27,5 +27,9 @@ class SessionError(OrtBackendError):
     """ONNX Runtime rejected a model, or failed while it ran one."""
 
 
+class OutOfRangeError(SessionError, IndexError):
+    """An index, a label or a token is out of range."""
+
+
 class VerificationError(OrtBackendError, AssertionError):
     """`verify` found an output or gradient that differs from eager PyTorch."""

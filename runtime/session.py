@@ -17,8 +17,8 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.errors import OptionError, SessionError
-from ort_backend.runtime import arena, cuda, denormals, layer_norm, square_root
+from ort_backend.errors import OptionError, OutOfRangeError, SessionError
+from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range, square_root
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
@@ -311,13 +311,16 @@ class Session:
 
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a callable inside raised, as itself, or a `SessionError`."""
+        raised = take_error() or cuda.take_failure()
+        if raised is not None:
+            return raised
         named = re.search(r"Name:'([^']+)'", str(error))
-        where = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
-        return (
-            take_error()
-            or cuda.take_failure()
-            or SessionError(f"ONNX Runtime failed in graph {self.name!r}: {error}" + (f"\n  at {where}" if where else ""))
-        )
+        line = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
+        where = f"\n  at {line}" if line else ""
+        index = out_of_range.described(str(error))
+        if index is not None:
+            return OutOfRangeError(f"{index}, in graph {self.name!r}{where}")
+        return SessionError(f"ONNX Runtime failed in graph {self.name!r}: {error}{where}")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if is_finalizing():  # the modules are empty by then

@@ -174,16 +174,30 @@ def test_an_exception_of_the_users_own_comes_through_and_the_next_step_works(fai
             same_gradients([one], [other])
 
 
-def test_a_runtime_failure_is_the_packages_error() -> None:
-    def function(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-        return x[i] * 2
-
+@pytest.mark.cpu_only(reason="kernels of CUDA do not check")
+@pytest.mark.parametrize(
+    ("read", "index", "says"),
+    [
+        (lambda x, i: x[i] * 2, 77, "index 77 is out of bounds for a dimension of size 4"),
+        (lambda x, i: x[i] * 2, -5, "index -5 is out of bounds for a dimension of size 4"),
+        (lambda x, i: x[i, i] * 2, 4, "index 4 is out of bounds"),
+        (lambda x, i: torch.nn.functional.embedding(i, x), -3, "index -3 is out of bounds for a dimension of size 4"),
+        (lambda x, i: x.index_put((i,), x[:2] * 3), 4, "index 4 is out of bounds"),
+        (lambda x, i: torch.nn.functional.cross_entropy(x[:2], i), 8, "an index is out of bounds"),
+    ],
+    ids=["rows", "below the first", "elements", "a token below 0", "written to", "a label"],
+)
+def test_an_index_out_of_range_is_an_index_error(read: Any, index: int, says: str) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
     with on_ort(graphs=1):
-        step = compiled(function)
-        same_tree(step(A, torch.tensor([1, 2])), function(A, torch.tensor([1, 2])))
-        with pytest.raises((ort_backend.SessionError, IndexError), match="bounds|range"):
-            step(A, torch.tensor([1, 77]))
-        step(A, torch.tensor([3, 0])).sum().backward()
+        step = compiled(read)
+        same_tree(step(x, torch.tensor([1, 2])), read(x, torch.tensor([1, 2])))
+        with pytest.raises(IndexError, match=rf"^{says}, in graph 'graph_\d+(\.forward)?'\n  at File .*test_fallback.py") as raised:
+            step(x, torch.tensor([1, index]))
+        assert isinstance(raised.value, ort_backend.OutOfRangeError)
+        with pytest.raises(IndexError):  # as in eager PyTorch
+            read(x, torch.tensor([1, index]))
+        step(x, torch.tensor([3, 0])).sum().backward()
 
 
 def test_another_device_is_an_error_that_names_the_input() -> None:
