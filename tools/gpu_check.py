@@ -7,16 +7,18 @@
     . kit/env.sh && tpy tools/gpu_check.py --behind python3 --inductor-python python3   # packages that `tpy` lacks are python3's
 
 On a machine that is lent for minutes, stops a command after ten and takes 64 MiB at a time, with the kits of ../shared/gpu-kit (its README) in W.
-Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; `regex` is what transformers needs compiled for tpy's Python):
+Before (43.8 MiB, 57.7 MiB and 0.8 MiB of kits beside 1.9 MiB of this checkout; `regex` is what transformers needs compiled for tpy's Python, without
+`cloudpickle` nothing is kept in the compile cache):
 
     python3 ../shared/gpu-kit/stage.py W/train119 . all && python3 ../shared/gpu-kit/stage.py W/gpu131 . all --as .ortkit131
-    pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex
+    pip download --no-deps --only-binary=:all: --python-version 3.11 --platform manylinux2014_x86_64 --dest .ortkit regex cloudpickle
 
 Then the calls, one right after the other, or the machine is another one; each goes on where the files in ~/train119 or ~/gpu131 end, and copies them
 to $OUT as they grow: a call that is cut off would bring nothing back otherwise. `...` stands for what the first call has there.
 
 1, carry .ortkit: mkdir -p ~/train119; (while sleep 15; do cp -f ~/train119/* $OUT; done) > /dev/null 2>&1 &
-                  python3 .ortkit/unpack.py .ortkit ~/kit && python3 -m zipfile -e .ortkit/regex*.whl ~/kit/train119/site
+                  python3 .ortkit/unpack.py .ortkit ~/kit
+                  for wheel in .ortkit/*.whl; do python3 -m zipfile -e $wheel ~/kit/train119/site; done
                   . ~/kit/train119/env.sh; export K D; export -f tpy; timeout -k 5 100 bash -c 'tpy ~/kit/train119/smoke.py' 2>&1 | tee $OUT/kit.txt
                   G="tpy tools/gpu_check.py --behind python3 --inductor-python python3 --out $HOME/train119 --resume"
                   $G --timeout 150 --budget 430 --stages smoke tests bench --models gpt2-small bert-base --bench="--no-compile --seconds 4"

@@ -24,6 +24,9 @@ import ort_backend
 from ort_backend import compile_cache
 
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="graphs are kept by cloudpickle")
+
+
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, in use."""
