@@ -23,7 +23,6 @@ from torch_version import CHECKS_ERRORS, TORCH
 import ort_backend
 from ort_backend import compile_cache
 
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cloudpickle") is None, reason="graphs are kept by cloudpickle")
 
 
