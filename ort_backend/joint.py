@@ -39,6 +39,7 @@ from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tangents import loosen_tangents
+from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -124,6 +125,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     mark_effects(graph)
     correct_statistics(graph)
     settle_zeros(graph)
+    keep_sums_wide(graph)
     drop_relayouts(graph)
     put_channels_last(graph, target)
     mark_gradients(graph)

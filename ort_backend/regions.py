@@ -38,6 +38,7 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
+from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
@@ -72,6 +73,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     mark_effects(graph)
     correct_statistics(graph)
     settle_zeros(graph)
+    keep_sums_wide(graph)
     drop_relayouts(graph)
     simplify_linear_gradients(graph)
     if not is_half:
