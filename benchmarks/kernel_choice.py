@@ -281,7 +281,7 @@ def indices(n: int) -> Iterator[Case]:
 
 
 def steps(n: int) -> Iterator[Case]:
-    """What ONNX Runtime computes step by step, or in hundreds of nodes, on `n` elements: `kernel_choice.IN_STEPS`."""
+    """What ONNX Runtime computes step by step, or in hundreds of nodes, on `n` elements: `kernel_choice.IN_STEPS` and `SAMPLED`."""
     for op, shape in itertools.product((aten.cummax.default, aten.cummin.default), ((n,), (max(n // 256, 1), 256), (256, max(n // 256, 1)))):
         yield op, (rand(shape), 0 if shape[0] == 256 else len(shape) - 1), {}
     alpha, beta = torch.rand(n) * 5 + 0.1, torch.rand(n) * 5 + 0.1
@@ -295,6 +295,15 @@ def steps(n: int) -> Iterator[Case]:
         for right in (rand(matrices.shape), rand(*matrices.shape[:-1], 1)):
             yield aten.linalg_solve_triangular.default, (factors, right), {"upper": False}
             yield aten.cholesky_solve.default, (right, factors), {}
+    for channels, spatial in itertools.product((3, 16, 32, 64), (2, 3)):
+        side = max(round((n / (2 * channels)) ** (1 / spatial)), 2)
+        image, grid = rand(2, channels, *[side] * spatial), torch.rand(2, *[side] * spatial, spatial) * 2 - 1
+        forward, backward = (
+            (aten.grid_sampler_2d.default, aten.grid_sampler_2d_backward.default),
+            (aten.grid_sampler_3d.default, aten.grid_sampler_3d_backward.default),
+        )[spatial - 2]
+        yield forward, (image, grid, 0, 0, False), {}
+        yield backward, (rand(image.shape), image, grid, 0, 0, False, [True, True]), {}
 
 
 def casts(n: int) -> Iterator[Case]:
@@ -416,7 +425,7 @@ def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float],
 
 def _judged(name: str) -> bool:
     """Whether a rule in lowering/kernel_choice.py decides, and not the table."""
-    steps = {str(target) for target in kernel_choice.IN_STEPS}
+    steps = {str(target) for target in (*kernel_choice.IN_STEPS, *kernel_choice.SAMPLED)}
     return "attention" in name or name in steps or ("convolution" in name and "dense" in name and name.endswith("in bfloat16"))
 
 

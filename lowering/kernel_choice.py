@@ -41,6 +41,15 @@ IN_STEPS = {
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 
+# Channels up to which PyTorch samples an image by a grid faster: ONNX Runtime gathers and scatters a row of channels for each pixel beside a sample,
+# and takes as long for 3 channels as for 64. Its time over PyTorch's in a PythonOp, from 4096 elements to a million, for 3, 16, 32 and 64 channels
+# (`python -m benchmarks.kernel_choice --only steps`): planes 4 to 10, 2.8 to 3.9, 2.2 to 3.3, 1.4 to 2.0; their gradients 3.7 to 10, 1.2 to 2.2,
+# 1.3 to 1.8, 0.5 to 1.9; volumes 2.1 to 3.5, 0.9 to 2.1, 0.8 to 1.7, 0.6 to 2.2; their gradients 2.9 to 3.9, 0.9 to 1.8, 0.7 to 1.5, 0.5 to 2.3.
+SAMPLED = {
+    aten.grid_sampler_2d.default: math.inf, aten.grid_sampler_2d_backward.default: 32,
+    aten.grid_sampler_3d.default: 16, aten.grid_sampler_3d_backward.default: 16,
+}  # fmt: skip
+
 # Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
 _LARGE_SELECTION = 16384
 
@@ -221,10 +230,12 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
 
     On a GPU each step starts several kernels, so that it always would.
     """
-    if node.target not in IN_STEPS or target.kernels == "onnxruntime":
+    if node.target not in {*IN_STEPS, *SAMPLED} or target.kernels == "onnxruntime":
         return False
     if target.device_type != "cpu":
         return True
+    if node.target in SAMPLED:
+        return hint(node.args[0].meta["val"].shape[1]) <= SAMPLED[node.target]  # type: ignore[union-attr]
     shapes = [one.meta["val"].shape for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
     return max(math.prod(map(hint, shape)) for shape in shapes) >= IN_STEPS[node.target]
 
