@@ -37,6 +37,7 @@ from ort_backend.lowering.provenance import Provenance, at, newest, operator_nam
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.saved import behind_yield, kept_bytes
+from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
 from ort_backend.target import OrtTarget
@@ -111,7 +112,7 @@ class GraphLowering:
         fake = node.meta.get("val")
         if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value):
             self._symbols.remember(fake, value)
-        self.env[node] = value
+        self.env[node] = with_sign(value, fake)
 
     def add_output(self, value: ir.Value) -> None:
         """A graph output. `value` may not be a graph input nor an output already: ask `fresh` for a copy of such a value."""
@@ -187,7 +188,7 @@ class GraphLowering:
     def _held(self, node: fx.Node) -> Any:
         """What stands for a node: as `value`, but a complex tensor may be `Complex`."""
         if node not in self.env:
-            self.env[node] = self._symbols.lower(node, self._operand)
+            self.env[node] = with_sign(self._symbols.lower(node, self._operand), node.meta.get("val"))
         return self.env[node]
 
     def _operand(self, node: fx.Node) -> Any:

@@ -17,6 +17,9 @@ from ort_backend.lowering.constants import constant, int64s
 Number = int | float | ir.Value
 
 
+_POSITIVE = "positive"
+
+
 def is_symbolic(value: object) -> bool:
     """Whether a fake value (`node.meta["val"]`) is a number instead of a tensor."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
@@ -45,6 +48,18 @@ def example(size: int | ir.SymbolicDim, hints: Mapping[str, int | None], unknown
 def may_be_zero(size: int | torch.SymInt) -> bool:
     """Whether a size may be 0: what a slice leaves of a changing one, or one that depends on values (rows under a mask), beside 0 itself."""
     return not statically_known_true(size > 0)
+
+
+def with_sign(value: Any, fake: Any) -> Any:
+    """The value of a number in the graph, after it was noted (`is_positive`) whether PyTorch knows it to be positive, as sizes are."""
+    if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value) and not may_be_zero(fake):
+        value.meta[_POSITIVE] = True
+    return value
+
+
+def is_positive(value: ir.Value) -> bool:
+    """Whether this is a number that is known to be positive."""
+    return bool(value.meta.get(_POSITIVE))
 
 
 def have_same_sizes(sizes: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:

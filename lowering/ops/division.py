@@ -10,6 +10,7 @@ import torch
 from ort_backend.lowering.constants import scalar_like
 from ort_backend.lowering.ops.pointwise import Operand, is_float, operands, trunc
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import is_positive
 
 aten = torch.ops.aten
 
@@ -20,7 +21,8 @@ def _refuse_zero(op: Any, self: ir.Value, other: Operand) -> None:
     Raises:
         Unsupported: integers may be divided by 0.
     """
-    if op.builder.root.device_type == "cpu" and not is_float(self) and (isinstance(other, ir.Value) or other == 0):
+    may_be_zero = not is_positive(other) if isinstance(other, ir.Value) else other == 0
+    if may_be_zero and op.builder.root.device_type == "cpu" and not is_float(self):
         raise Unsupported("integers that may be divided by 0")
 
 

@@ -137,6 +137,31 @@ def test_large_integers_are_divided_exactly(dtype: torch.dtype, divisor: int) ->
     check(lambda t: torch.div(t, divisor, rounding_mode="trunc"), given[1:])  # PyTorch's own ends the process at the least by -1
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: (x + n // 2) % n,
+        lambda x, n: x // n,
+        lambda x, n: torch.fmod(x - 7, n),
+        lambda x, n: torch.div(x - 7, n + 3, rounding_mode="trunc"),
+    ],
+    ids=words("remainder floor_divide fmod trunc"),
+)
+def test_integers_divided_by_a_size(function: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """On ONNX Runtime, as a symbolic size is no less than 2."""
+    torch._dynamo.mark_dynamic(rows := torch.randn(8, 4), 0)
+    step = torch.compile(lambda x: function(torch.arange(12), x.shape[0]), backend="ort_training", options={"strict": True})
+    assert torch.equal(step(rows), function(torch.arange(12), 8))
+    assert torch.equal(step(torch.randn(5, 4)), function(torch.arange(12), 5))
+
+
+def test_integers_divided_by_what_may_be_0() -> None:
+    torch._dynamo.mark_dynamic(rows := torch.randn(8, 4), 0)
+    step = torch.compile(lambda x: torch.arange(12) // (x.shape[0] - 5), backend="ort_training", options={"strict": True})
+    with pytest.raises(Exception, match="integers that may be divided by 0"):
+        step(rows)
+
+
 def test_a_number_over_a_tensor() -> None:
     check(lambda t: 100 // t, torch.tensor([1.5, -2.0, 3.0, inf]))
     check(lambda t: 100 % t, torch.tensor([1.5, -2.0, 3.0, inf]))
