@@ -20,6 +20,9 @@ from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 
 Order = tuple[int, ...] | None
 
+# Operators that are known to give the same for tensors in any order. Those of users may read strides, or have kernels for some alone.
+_KNOWN = {"aten", "prim", "prims", "ort_training"}
+
 aten = torch.ops.aten
 
 # Operators that take tensors in any order, and give their results in that of eager's only if they got it.
@@ -35,8 +38,9 @@ def call_orders(
 ) -> tuple[list[Order], list[Order]]:
     """The order of each argument and of each result; None for contiguous.
 
-    Where `target`'s kernels are for any order, and where all that is not contiguous comes from a Transpose, it is that of the trace. On the CPU the
-    choice between ONNX Runtime's kernels and PyTorch's was measured with contiguous tensors: there, it is so for attention alone.
+    Where `target` may read strides, where its kernels are for any order, and where all that is not contiguous comes from a Transpose, it is that of
+    the trace. On the CPU the choice between ONNX Runtime's kernels and PyTorch's was measured with contiguous tensors: there, the last is so for
+    attention alone.
 
     Args:
         target: What is called.
@@ -46,7 +50,12 @@ def call_orders(
         on_cpu: Whether the node is for the CPU.
     """
     traced = [_order_of(fake) for fake in fakes]
-    if _draws(target) or inspect.unwrap(target) in _IN_ANY_ORDER or (not on_cpu and _cancel(values, traced)):
+    if (
+        _draws(target)
+        or _reads_strides(inspect.unwrap(target))
+        or inspect.unwrap(target) in _IN_ANY_ORDER
+        or (not on_cpu and _cancel(values, traced))
+    ):
         return traced, [_order_of(result) for result in results]
     needed = [order_for(target, fake) if isinstance(fake, torch.Tensor) else None for fake in fakes]
     return needed, [None for _ in results]
@@ -77,6 +86,21 @@ def _draws(target: Any) -> bool:
     """Whether an operator draws random numbers, which go into memory in its order: that of eager's tensors."""
     target = inspect.unwrap(target)
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _reads_strides(target: Any) -> bool:
+    """Whether what an operator gives may depend on the strides of its arguments. The same operators get those of the trace from inductor.
+
+    Bodies of control flow address memory as they were traced, and so does what stands for an operator that changes its arguments.
+    """
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.needs_exact_strides in target.tags or torch.Tag.needs_fixed_stride_order in target.tags:
+        return True
+    is_free = torch.Tag.flexible_layout in target.tags or torch.Tag.needs_contiguous_strides in target.tags
+    return target.namespace not in _KNOWN and not is_free
 
 
 def _cancel(values: Sequence[ir.Value], orders: Sequence[Order]) -> bool:

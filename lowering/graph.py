@@ -28,6 +28,7 @@ from ort_backend.lowering.fx_nodes import nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
+from ort_backend.lowering.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -339,6 +340,10 @@ class GraphLowering:
         args, kwargs = self._arguments(node, self.value)
         fakes = [n.meta["val"] for n in nodes_in((node.args, node.kwargs)) if isinstance(self.env.get(n), (ir.Value, Complex))]
         target = _IMPLEMENTATIONS.get(node.target, node.target)
+        if node.target is FUNCTIONALIZED and (places := places_of_bases(node)):
+            target, numbers = on_placed_bases, [number for place in places.values() for number in place]
+            kwargs["_places"] = {i: [self._symbols.number(number, node) for number in place] for i, place in places.items()}
+            fakes += [number for number in numbers if not isinstance(number, int)]
         if is_collective(node):
             values, call = self._in_random_order(waited(node.target), title, tuple(args), kwargs, fake, fakes)
         elif is_random(node) or has_effect(node):

@@ -65,6 +65,19 @@ class SymbolicNumbers:
             return value
         return self._known[name]
 
+    def number(self, fake: int | torch.SymInt, reader: fx.Node) -> Any:
+        """The same for a number that no node computes, and `reader` asks for: written out from the sizes that it is made of.
+
+        Raises:
+            LoweringError: it is made of others.
+        """
+        if isinstance(fake, int):
+            return fake
+        written = symbolic.of_expression(self._op, fake.node.expr, self._named)
+        if not isinstance(written, ir.Value):
+            raise LoweringError(f"{fake} follows from no size of the graph, and {operator_name(reader.target)} needs it{at(user_line(reader))}")
+        return self._calls.stamp(written, fake)
+
     def _write(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:
         args: list[Any] = [fx.map_arg(arg, operand) for arg in node.args]
         if isinstance(args[0], Complex):

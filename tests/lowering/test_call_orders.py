@@ -19,7 +19,7 @@ from ort_backend.runtime import capabilities
 pytestmark = single_session
 
 _library = torch.library.Library("call_orders", "DEF")
-_library.define("copied(Tensor x, Tensor y) -> (Tensor, Tensor)")
+_library.define("copied(Tensor x, Tensor y) -> (Tensor, Tensor)", tags=(torch.Tag.flexible_layout,))
 _library.define("contiguous(Tensor x) -> Tensor")
 _library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
 _arrived: list[tuple[int, ...]] = []
