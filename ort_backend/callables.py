@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from ort_backend.runtime import python_op
 from ort_backend.runtime.autograd_node import next_number
@@ -53,6 +54,21 @@ def beside_python(compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunC
 
     def call(*args: Any) -> Any:
         if not python_op.inside():
+            return compiled(*args)
+        counts.eager += 1
+        return gm(*args)
+
+    return call
+
+
+def beside_tangents(compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunCounts) -> Callable[..., Any]:
+    """`compiled`, as `gm` in eager PyTorch in forward-mode differentiation: a session would give results without tangents.
+
+    Dynamo has no guard on it. A graph with a backward is an `autograd.Function`, which PyTorch refuses to differentiate so (seen in torch 2.13).
+    """
+
+    def call(*args: Any) -> Any:
+        if forward_ad._current_level < 0:
             return compiled(*args)
         counts.eager += 1
         return gm(*args)

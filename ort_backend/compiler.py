@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
-from ort_backend.callables import Boxed, beside_python, boxed, watched
+from ort_backend.callables import Boxed, beside_python, beside_tangents, boxed, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
@@ -324,6 +324,8 @@ class _Compilation:
             call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)
         if self._content is not None and self._content.python_ops:
             call = beside_python(call, eager, self._counts)
+        if training is None:
+            call = beside_tangents(call, eager, self._counts)
         return verified(call, eager, self.name, self.settings.verify)
 
 
