@@ -196,7 +196,7 @@ class FunctionCall(PythonCall):
 def _is_carried(dtype: torch.dtype) -> bool:
     """Whether ONNX carries such a tensor as one of another dtype."""
     kind = carrier(dtype)
-    return dtype == torch.bool or kind is None or not kind.native
+    return dtype == torch.bool or dtype.is_complex or kind is None or not kind.native
 
 
 def _kind_of(value: ir.Value) -> tuple[Carrier, int]:
