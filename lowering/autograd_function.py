@@ -38,7 +38,14 @@ def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
         count = site.tensor_count
         # A tensor inside a container gets no gradient, as in eager PyTorch.
         tensors = [value if place is not None else value.detach() for value, place in zip(values[:count], site.differentiable)]
-        return _Inner.apply(site, values[count:], *tensors)[:-1]
+        # Autograd lets a Function change a view if that is all it returns, and this one returns its handle.
+        alone = len(site.behaviour.results) == 1
+        views = {i: tensors[i] for i in site.behaviour.dirty if alone and tensors[i]._is_view()}
+        for i, view in views.items():
+            tensors[i] = view.clone()
+        results = _Inner.apply(site, values[count:], *tensors)[:-1]
+        written = {id(tensors[i]): view.copy_(tensors[i]) for i, view in views.items()}
+        return tuple(written.get(id(result), result) for result in results) if written else results
 
     apply.__name__ = apply.__qualname__ = site.cls.__name__
     apply.site = site  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Tensors that a Function takes and gives in another form than ONNX has them."""
+"""Tensors that a Function takes and gives in another form than ONNX has them, and views that it writes to."""
 
 from __future__ import annotations
 
@@ -64,3 +64,71 @@ def test_complex_tensors_that_are_views() -> None:
 
 def test_a_real_gradient_of_a_complex_tensor() -> None:
     same_as_eager(lambda a, b: OnlyReal.apply(torch.complex(a, b))[0] * 2, *SHAPES, functions=1, fullgraph=True)
+
+
+class Doubled(Function):
+    """Written in place: doubled, and a sum added."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(y)
+        return x.mul_(2).add_(y.sum())
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * 2, g.sum().expand_as(y)
+
+
+def _transposed(a: Tensor, b: Tensor) -> Tensor:
+    made = a * 1
+    Doubled.apply(made.t(), b)
+    return made.sin()
+
+
+def _part(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    made = a.sin()
+    given = Doubled.apply(made[:, 1:], b)
+    return made * 3, given.cos()
+
+
+def _twice(a: Tensor, b: Tensor) -> Tensor:
+    made = a * 1
+    Doubled.apply(made[0], b)
+    Doubled.apply(made.view(-1)[::2], b * 2)
+    return made.sin()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [_transposed, _part, _twice])
+def test_a_view_that_is_written_to(function, dynamic: bool) -> None:
+    """What it is a view of changes with it, and the gradient goes there."""
+    same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
+
+
+def test_an_input_that_is_a_view_is_written_to() -> None:
+    def step(function) -> list[Tensor]:
+        leaf, other = (torch.linspace(-1, 1, n).requires_grad_() for n in (12, 2))
+        memory = leaf.view(3, 4) * 1
+        given = function(memory[:, 1:], other)
+        (given.sum() + memory.square().sum()).backward()
+        return [given.detach(), memory.detach(), leaf.grad, other.grad]
+
+    torch._dynamo.reset()
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return Doubled.apply(x, y).sin() + y.sum()
+
+    torch.testing.assert_close(step(torch.compile(function, backend="ort_training", fullgraph=True)), step(function))
+
+
+def test_a_view_is_written_to_without_gradients() -> None:
+    x, y = torch.randn(3, 4), torch.randn(2)
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return _transposed(x, y) + _transposed(y[:, None], x)[0]
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(function, backend="ort_training", fullgraph=True)(x, y), function(x, y))
