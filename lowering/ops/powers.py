@@ -134,12 +134,14 @@ def xlogy_of_scalar(op: Any, self: Operand, other: ir.Value) -> ir.Value:
 def atan2(op: Any, self: ir.Value, other: ir.Value) -> ir.Value:
     """atan2(Tensor self, Tensor other) -> Tensor
 
-    The half plane x < 0 is turned by pi, to the side that y points to (also where y is a zero with a sign).
+    The half plane x < 0 is turned by pi, to the side that y points to (also where y is a zero with a sign). Infinities on both sides count as 1.
     """
-    zero = scalar_like(op, 0.0, self)
+    zero, one = scalar_like(op, 0.0, self), scalar_like(op, 1.0, self)
     y, x = self, other
     below, left = _signbit(op, y), _signbit(op, x)
     turn = op.Where(below, scalar_like(op, -math.pi, y), scalar_like(op, math.pi, y))
     both_zero = op.And(op.Equal(y, zero), op.Equal(x, zero))
-    angle = op.Atan(op.Where(both_zero, op.Mul(y, op.Where(left, scalar_like(op, -1.0, y), scalar_like(op, 1.0, y))), op.Div(y, x)))
+    both_infinite = op.And(op.IsInf(y), op.IsInf(x))
+    over_1 = op.Where(left, op.Neg(y), y)
+    angle = op.Atan(op.Where(both_zero, over_1, op.Where(both_infinite, op.Clip(over_1, op.Neg(one), one), op.Div(y, x))))
     return op.Where(left, op.Add(angle, turn), angle)

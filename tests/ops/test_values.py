@@ -479,3 +479,10 @@ def test_sums_of_negative_zeros_are_zeros(count: int) -> None:
         angles = torch.compile(lambda x: function(torch.ones(count, 1), x.sum(1, keepdim=True)), backend="ort_training")(x)  # noqa: B023
         assert torch.equal(angles, function(torch.ones(count, 1), x.sum(1, keepdim=True)))
     assert not torch.compile(lambda x: x.mean(1).view(1, -1).signbit().any(), backend="ort_training")(x)
+
+
+def test_angles_of_infinities() -> None:
+    ends = torch.tensor([inf, -inf, 1.0, -1.0, 0.0, -0.0, nan])
+    y, x = torch.meshgrid(ends, ends, indexing="ij")
+    check(torch.atan2, y, x)
+    check(lambda x, y: torch.complex(x, y).angle(), x, y)
