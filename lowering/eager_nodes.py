@@ -11,6 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 from ort_backend.lowering import faster_calls, fused_attention, onednn
 from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
+from ort_backend.lowering.fx_nodes import attribute
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
 
@@ -96,14 +97,6 @@ def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: in
 
 def _arguments(*args: Any) -> tuple[Any, ...]:
     return args
-
-
-def attribute(node: fx.Node) -> Any:
-    """What a `get_attr` node gets."""
-    owner: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        owner = getattr(owner, part)
-    return owner
 
 
 class _Writer:

@@ -51,3 +51,11 @@ def source_of(value: Any) -> Any:
 def nodes_in(tree: Any) -> list[fx.Node]:
     """The nodes in nested arguments, in order, each as often as it stands there."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a `get_attr` node gets."""
+    owner: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        owner = getattr(owner, part)
+    return owner

@@ -12,6 +12,7 @@ from torch import fx
 
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.function_site import SITES
+from ort_backend.lowering.fx_nodes import attribute
 
 aten = torch.ops.aten
 
@@ -95,12 +96,22 @@ def is_random(node: fx.Node) -> bool:
     """Whether a node draws from a random generator. Attention is tagged so, but draws nothing where its dropout is 0."""
     if node.target is FORWARD:
         return SITES[node.args[2]].behaviour.is_random  # type: ignore[index]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _draws_inside(node)
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     position = next((i for i, argument in enumerate(node.target._schema.arguments) if argument.name == "dropout_p"), None)
     if position is None:
         return True
     return bool((node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)) != 0.0)
+
+
+def _draws_inside(node: fx.Node) -> bool:
+    """Whether the bodies of control flow draw, or the operator that a higher-order one calls."""
+    bodies = [attribute(one) for one in node.all_input_nodes if one.op == "get_attr"]
+    inner = [one for body in bodies if isinstance(body, fx.GraphModule) for one in body.graph.nodes]
+    called = [argument for argument in node.args if isinstance(argument, torch._ops.OpOverload)]
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in called) or any(is_random(one) for one in inner)
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager, same_tree
 from default_device import random_state, seeded
 from torch import nn
+from torch._higher_order_ops import scan, while_loop
 from torch.nn import functional as F
 
 X = torch.randn(6, 4, generator=seeded(0)).requires_grad_()
@@ -259,3 +260,51 @@ def test_dropout_in_a_checkpoint_that_needs_no_gradient(read: bool, grad: bool) 
 
     with torch.set_grad_enabled(grad):
         same_as_eager(function, call(torch.randn(8, 16)), train=False)
+
+
+@torch.library.custom_op("determinism::drop", mutates_args=("x",), tags=(torch.Tag.nondeterministic_seeded,))
+def drop(x: torch.Tensor, p: float) -> None:
+    x.mul_(torch.rand(x.shape, device=x.device) > p)
+
+
+def _branch(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: F.dropout(x, 0.5) * torch.rand(3), lambda x: x - torch.randn(3), (x,))
+
+
+def _loop(x: torch.Tensor) -> torch.Tensor:
+    return while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, F.dropout(y, 0.2) + torch.rand(3)), (torch.tensor(0), x * 1))[1]
+
+
+def _steps(x: torch.Tensor) -> torch.Tensor:
+    return scan(lambda h, row: (h + F.dropout(row, 0.5), h * torch.rand(3)), x[0] * 1, x)[1]
+
+
+def _in_place(x: torch.Tensor) -> torch.Tensor:
+    made = x.detach() * 1
+    drop(made[0], 0.5)
+    return x * made
+
+
+TRAINED = [_branch, _steps, _in_place]
+
+
+@pytest.mark.parametrize(("inner", "train"), [*((inner, True) for inner in TRAINED), *((inner, False) for inner in (*TRAINED, _loop))])
+def test_draws_around_those_inside_an_operator(inner: Callable[[torch.Tensor], torch.Tensor], train: bool) -> None:
+    """Bodies of control flow draw where the program does, and so does an operator that says that it draws."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        drawn = inner(F.dropout(x, 0.2))
+        return drawn + F.dropout(x, 0.5) + torch.rand(3)
+
+    with on_ort(graphs=1, forwards=2, python_ops=None):
+        run = compiled(function)
+        for sign in (1, -1):
+            results = []
+            for side in (run, function):
+                torch.manual_seed(5)
+                x = (sign * torch.rand(4, 3, generator=seeded(0))).requires_grad_(train)
+                made = side(x)
+                if train:
+                    made.square().sum().backward()
+                results.append((made.detach(), x.grad, random_state()))
+            same_tree(*results)
