@@ -1,4 +1,4 @@
-"""Gradients of biases under autocast: no rounding to half precision on the way to a float32 parameter; what somebody reads is rounded all the same."""
+"""Gradients of biases under autocast: not rounded to half precision on the way to a float32 parameter, but where somebody reads that."""
 
 from __future__ import annotations
 
