@@ -258,7 +258,8 @@ class GraphLowering:
 
     def _by_lowering(self, node: fx.Node) -> tuple[Any, str | None]:
         """The result of the first lowering that fits, or why none does."""
-        reason, find, operand = "no lowering", registry.find, self.value
+        reason = "no lowering, as no operator of ONNX has effects, such as errors about values" if has_effect(node) else "no lowering"
+        find, operand = registry.find, self.value
         if is_complex_call := has_complex(node):
             reason, find, operand = "no lowering of torch.complex numbers", registry.find_complex, self._operand
         candidates: list[Callable[..., Any]] = [functools.partial(self._calls.call, lowering) for lowering in find(node.target, self.target)]
