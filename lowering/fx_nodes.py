@@ -11,6 +11,8 @@ aten = torch.ops.aten
 
 # Results that are their first argument.
 REFERENCES = {aten.detach.default, aten.alias.default}
+# The same elements in another shape.
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

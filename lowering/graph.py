@@ -24,7 +24,7 @@ from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.fast_loops import use_fast_loops
 from ort_backend.lowering.function_op import FunctionWriter
-from ort_backend.lowering.fx_nodes import nodes_in
+from ort_backend.lowering.fx_nodes import attribute, nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
@@ -384,15 +384,13 @@ class GraphLowering:
 
     def _attribute(self, node: fx.Node) -> ir.Value:
         """A tensor constant of the traced module."""
-        owner: Any = node.graph.owning_module
-        for part in str(node.target).split("."):
-            owner = getattr(owner, part)
-        if not isinstance(owner, torch.Tensor):
-            return owner
-        kind = carrier(owner.dtype)
+        found = attribute(node)
+        if not isinstance(found, torch.Tensor):
+            return found
+        kind = carrier(found.dtype)
         if kind is None:
-            raise LoweringError(f"constant {node.target} has dtype {owner.dtype}, which cannot be a constant of an ONNX graph{at(user_line(node))}")
-        return constant(self.op, carried(owner.detach().cpu()), kind.dtype)
+            raise LoweringError(f"constant {node.target} has dtype {found.dtype}, which cannot be a constant of an ONNX graph{at(user_line(node))}")
+        return constant(self.op, carried(found.detach().cpu()), kind.dtype)
 
 
 def _conjugates(node: fx.Node) -> bool:

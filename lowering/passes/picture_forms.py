@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
-from ort_backend.lowering.fx_nodes import Convolution, arguments_of, convolution_of, nodes_in
+from ort_backend.lowering.fx_nodes import VIEWS, Convolution, arguments_of, convolution_of, nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch, pytorch_may_run
 from ort_backend.lowering.passes import patches
 from ort_backend.lowering.passes.picture_writer import Write, Writer, dims_of, permutation
@@ -28,7 +28,6 @@ _UNTAGGED = {
     aten.hardtanh_backward.default, aten.hardsigmoid_backward.default, aten.softplus_backward.default, aten.elu_backward.default,
     aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default, aten.mish_backward.default,
 }  # fmt: skip
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim}
 
@@ -73,7 +72,7 @@ def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> For
         return _of_reduction(node, source)
     if value.dim() < 3:
         return None
-    if node.target in _VIEWS:
+    if node.target in VIEWS:
         keeps = dims_of(source) > 2 and have_same_sizes(source.meta["val"].shape[:2], value.shape[:2])
         return Form(_view, (source,)) if keeps else None
     if node.target is aten.expand.default:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import VIEWS
 from ort_backend.lowering.ops.matmul import SCALED_BMM
 
 aten = torch.ops.aten
-
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def fuse_scales(graph: fx.Graph) -> int:
@@ -60,7 +59,7 @@ def _factor(node: fx.Node) -> float | None:
 
 def _behind_views(node: Any) -> fx.Node | None:
     """The product that `node` is a view of, if nothing else reads it."""
-    while isinstance(node, fx.Node) and node.target in _VIEWS and len(node.users) == 1:
+    while isinstance(node, fx.Node) and node.target in VIEWS and len(node.users) == 1:
         node = node.args[0]
     return node if isinstance(node, fx.Node) and _is_product(node) and len(node.users) == 1 else None
 
@@ -69,7 +68,7 @@ def _products(node: fx.Node) -> list[fx.Node]:
     """The products that read `node`, through views; empty if anything else reads it."""
     found = []
     for user in node.users:
-        if user.target in _VIEWS or _swaps(user):
+        if user.target in VIEWS or _swaps(user):
             below = _products(user)
             if not below:
                 return []

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import VIEWS
+
 aten = torch.ops.aten
 
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -52,7 +53,7 @@ def _is_cast(node: object) -> bool:
 
 def _is_wide_sum_of(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether this is a sum, in another shape maybe, of numbers of a half precision in float32."""
-    while node.target in _VIEWS:
+    while node.target in VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not aten.sum.dim_IntList or node.kwargs.get("dtype") is not torch.float32 or dtype not in _HALF:
         return False
