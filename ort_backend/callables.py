@@ -9,7 +9,6 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
-from ort_backend.runtime import python_op
 from ort_backend.runtime.autograd_node import next_number
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.region_graph import RegionTraining
@@ -49,26 +48,19 @@ def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraini
     return call
 
 
-def beside_python(compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunCounts) -> Callable[..., Any]:
-    """`compiled`, as `gm` in eager PyTorch where it is called inside a `PythonOp`: ONNX Runtime would wait for itself if it has such nodes, too."""
-
-    def call(*args: Any) -> Any:
-        if not python_op.inside():
-            return compiled(*args)
-        counts.eager += 1
-        return gm(*args)
-
-    return call
-
-
-def beside_tangents(compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunCounts) -> Callable[..., Any]:
-    """`compiled`, as `gm` in eager PyTorch in forward-mode differentiation: a session would give results without tangents.
+def in_forward_mode() -> bool:
+    """Whether PyTorch differentiates in forward mode: a session's results would have no tangents.
 
     Dynamo has no guard on it. A graph with a backward is an `autograd.Function`, which PyTorch refuses to differentiate so (seen in torch 2.13).
     """
+    return forward_ad._current_level >= 0
+
+
+def eager_where(is_so: Callable[[], bool], compiled: Callable[..., Any], gm: fx.GraphModule, counts: RunCounts) -> Callable[..., Any]:
+    """`compiled`, as `gm` in eager PyTorch where `is_so()` at a call."""
 
     def call(*args: Any) -> Any:
-        if forward_ad._current_level < 0:
+        if not is_so():
             return compiled(*args)
         counts.eager += 1
         return gm(*args)

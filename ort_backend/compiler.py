@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
-from ort_backend.callables import Boxed, beside_python, beside_tangents, boxed, watched
+from ort_backend.callables import Boxed, boxed, eager_where, in_forward_mode, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
@@ -31,7 +31,7 @@ from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.unread_draws import unread_draws
 from ort_backend.options import CompileOptions
-from ort_backend.runtime import capabilities
+from ort_backend.runtime import capabilities, python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph, InferencePlan
 from ort_backend.runtime.region_graph import RegionGraph, RegionPlan, RegionTraining, RegionTrainingPlan
@@ -323,9 +323,9 @@ class _Compilation:
             assert training is not None
             call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)
         if self._content is not None and self._content.python_ops:
-            call = beside_python(call, eager, self._counts)
+            call = eager_where(python_op.inside, call, eager, self._counts)  # ONNX Runtime would wait for itself
         if training is None:
-            call = beside_tangents(call, eager, self._counts)
+            call = eager_where(in_forward_mode, call, eager, self._counts)
         return verified(call, eager, self.name, self.settings.verify)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import VIEWS
+from ort_backend.lowering.partition import descendants
 
 aten = torch.ops.aten
 
@@ -24,7 +25,8 @@ def keep_sums_wide(graph: fx.Graph) -> int:
     Returns:
         How many sums stay float32.
     """
-    found, backward = 0, _behind_tangents(graph)
+    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    found, backward = 0, descendants(graph.nodes, tangents)
     for widened in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         rounded = widened.args[0]
         if widened.meta["val"].dtype is not torch.float32 or not _is_cast(rounded) or len(rounded.users) != 1:
@@ -35,15 +37,6 @@ def keep_sums_wide(graph: fx.Graph) -> int:
             graph.erase_node(widened)
             graph.erase_node(rounded)
             found += 1
-    return found
-
-
-def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that depend on a tangent of AOTAutograd's."""
-    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
-    for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
     return found
 
 
