@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import fx
 
-from benchmarks import compare, device_kernels, machine, measure, operators, process, report, suite
+from benchmarks import compare, device_kernels, host, machine, measure, operators, process, report, suite
 from benchmarks.families import family
 from benchmarks.models import DEFAULT, QUICK, WORKLOADS
 
@@ -242,3 +242,11 @@ def test_the_machine_has_the_onnx_runtime_that_is_imported() -> None:
 def test_kernels_of_a_device_are_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert device_kernels.main(["--device", "cpu", "--only", "silu", "mean of planes"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")] == ["silu", "silu_backward", "mean"] * 2
+
+
+def test_the_host_is_watched() -> None:
+    eager, ours = (host.Probe("test", variant, "cpu", "float32", 2).measure() for variant in ("eager", "ort_training"))
+    assert 0 < eager.host <= eager.step and 0 < ours.host <= ours.step, (eager, ours)
+    assert eager.device == ours.device == {}  # which nothing ran on
+    assert host._covered([(0, 2), (1, 3), (5, 6), (5.5, 5.8)]) == 4
+    assert "host, until it has returned" in [str(cell) for cell in host.table("test", {"eager": eager}, 5).columns[0].cells]

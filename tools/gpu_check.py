@@ -42,6 +42,7 @@ Stages, each in processes of its own that may fail, crash or hang without stoppi
     tests   pytest -m cuda
     suite   the tests that make sense on any device, with --device cuda
     bench   python -m benchmarks run --device cuda: bfloat16 autocast; GPT-2 small and medium, BERT-base, a Llama of 300 M, ViT-B, ResNet-50
+    host    python -m benchmarks.host: where the host's time goes in a step of the first of --models (GPT-2 small)
 
 OUT (default: out/gpu) has five files at most, which grow while a stage runs: gpu.json, gpu.md (written after each stage, and each model), log.txt,
 tests.jsonl and suite.jsonl (a line a test). The rest is in out/gpu-scratch. The package need not be installed. The exit status is 1 if a stage
@@ -75,7 +76,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "out" / "gpu-scratch"
 _TAIL = 6000  # characters of a command's output that are kept
 _LEAST = 5.0  # seconds: with less, nothing is started
-_LONGEST = {"provider": 120.0, "smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0}  # seconds of a process
+_LONGEST = {"provider": 120.0, "smoke": 300.0, "tests": 900.0, "suite": 3600.0, "bench": 1800.0, "host": 300.0}  # seconds of a process
 _LOG = 12 << 20  # bytes of the log: a machine that is lent gives back files of 16 MiB at most
 _HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
@@ -280,7 +281,14 @@ def _figures(model: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench}
+def host(run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Where the host's time goes."""
+    model = (run.arguments.models or ["gpt2-small"])[0]
+    result = run.call("host", [sys.executable, "-m", "benchmarks.host", "--device", run.arguments.device, "--models", model])
+    yield {**result, "text": result["output"][-_TAIL:]}
+
+
+STAGES: dict[str, Stage] = {"smoke": smoke, "tests": tests, "suite": suite, "bench": bench, "host": host}
 
 
 def _results(stage: Stage, run: Run, before: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ def markdown(results: dict[str, Any]) -> str:
         word = {0: "passed", None: "ran out of time"}.get(stage["status"], f"FAILED (exit status {stage['status']})")
         lines.append(f"## {name}: {word}, {stage['seconds']:.0f} s")
         lines += _details(stage)
-        if stage["status"] != 0 and stage.get("output"):
+        if stage["status"] != 0 and stage.get("output") and "text" not in stage:
             lines.append(f"```\n{stage['output'][-2500:]}\n```")
     return "\n\n".join(lines) + "\n"
 
@@ -34,6 +34,8 @@ def _details(stage: dict[str, Any]) -> list[str]:
     if "runs" in stage:
         problems = [f"{name}:\n\n```\n{run['output'][-1500:]}\n```" for name, run in stage["runs"].items() if run["status"] != 0]
         return [_bench_table(stage), *problems]
+    if "text" in stage:
+        return [f"```\n{stage['text']}\n```"]
     return []
 
 
