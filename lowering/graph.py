@@ -41,7 +41,8 @@ from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
-from ort_backend.target import OrtTarget
+from ort_backend.lowering.viewed_calls import view_in_calls
+from ort_backend.target import TRITON, OrtTarget
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +210,8 @@ class GraphLowering:
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
         self.python_calls += casts
         self.outside += outside
+        if self.target.call_type == TRITON:
+            self.python_calls = view_in_calls(self.graph, self.python_calls)
         drop_unread_constants(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
