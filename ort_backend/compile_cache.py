@@ -293,12 +293,35 @@ class CompiledPart(OutputCode):
         metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         if getattr(metadata, "tokens", None):  # which AOTAutograd hands to what it compiled, but not to what it read (2.13)
             raise BypassAOTAutogradCache("ort_training: operators with effects hand on tokens")
+        _leave_out_views(metadata)
         self._kept.pickle()
         self._run = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Called on what was read from the cache."""
         self._run = _current.load(self._kept.graph, self._part)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ViewsOfThisProcess:
+    """The views by which AOTAutograd makes a result of its base. What is read from the cache has none, and makes the result by `as_strided`."""
+
+    sequence: Sequence[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _leave_out_views(metadata: Any) -> None:
+    """Keeps `_unsafe_view`s out of what is pickled, which a product of three dimensions ends in.
+
+    Pickled they read their sizes from memory that is freed: the process crashes, or sizes that were never there are kept (torch 2.13).
+    """
+    unsafe_view = getattr(torch._C._functionalization, "_unsafe_view_ViewMeta", ())
+    for i, one in enumerate(getattr(metadata, "output_info", ())):
+        views = getattr(one, "view_meta_sequence", None)
+        if views is not None and any(isinstance(view, unsafe_view) for view in views.sequence):
+            metadata.output_info[i] = dataclasses.replace(one, view_meta_sequence=_ViewsOfThisProcess(views.sequence))
 
 
 def _pickled(graph: CompiledGraph) -> bytes:
