@@ -23,13 +23,19 @@ aten = torch.ops.aten
 
 Draw = Callable[[Sequence[Any]], torch.Tensor]
 
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": "low_generator_dtype"}
+
+
+def _and_with_generator(*targets: torch._ops.OpOverload) -> set[torch._ops.OpOverload]:
+    """And those that a call with `generator=None` becomes, as far as this version of torch has them."""
+    others = {getattr(target.overloadpacket, _WITH_GENERATOR[target._overloadname], None) for target in targets}
+    return {*targets, *(other for other in others if other is not None)}
+
+
 # The first argument gives size, stride, dtype and device; its values are not read.
 _LIKE = {
     aten.bernoulli.p,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.randint_like.low_dtype,
+    *_and_with_generator(aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype),
     aten.uniform.default,
     aten.normal_functional.default,
     aten.exponential.default,
@@ -39,11 +45,7 @@ _LIKE = {
 }
 # No tensor arguments at all.
 _FACTORIES = {
-    aten.rand.default,
-    aten.randn.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.randperm.default,
+    *_and_with_generator(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
     aten.normal.float_float,
 }
 
@@ -82,6 +84,8 @@ def hoist(graph: fx.Graph) -> Hoisted:
 
 
 def _draw_of(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
+    if node.kwargs.get("generator") is not None:  # one of the user's
+        return None
     if node.target is aten.native_dropout.default:
         return _mask_of(node, placeholders)
     if node.target in _FACTORIES:
