@@ -145,7 +145,7 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
     if node.target is aten._to_copy.default:
         return None  # chosen in the finished graph, which has more of them (`casts`)
     if node.target in (_ATTENTION, _ATTENTION_BACKWARD):
-        return _long_attention(node)
+        return _long_attention(node, target)
     if node.target in _TRANSFORMS:
         return _large_transform(node)
     if is_volume_convolution(node):
@@ -285,19 +285,21 @@ def _is_complex(node: fx.Node) -> bool:
     return isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex()
 
 
-def _long_attention(node: fx.Node) -> str | None:
+def _long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     """Attention and its backward, judged together.
 
-    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but its forward and its backward hold the probabilities, length x
-    length for each head, even where none are kept between them (`few_probabilities`). Beyond 512 that is too much memory. PyTorch's forward holds
+    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but its forward and its backward hold the probabilities, queries x
+    keys for each head, even where none are kept between them (`few_probabilities`). Beyond 512 that is too much memory. PyTorch's forward holds
     none; behind it, ONNX Runtime's backward is still the faster one up to 1024 where no half is masked
-    (`python -m benchmarks.kernel_choice --only attentions`).
+    (`python -m benchmarks.kernel_choice --only attentions`). In bfloat16, with instructions for it, forward and backward by PyTorch took 0.7 to 1.0
+    of the time of those in turn, for 640 to 1024 queries 8 to 64 wide (AMD EPYC).
     """
     given = arguments_of(node)
-    length = given["query"].meta["val"].shape[-2]
-    length = length if isinstance(length, int) else length.node.hint
-    shortest = 512 if node.target is _ATTENTION or given["is_causal"] else 1024
-    return f"{length} x {length} probabilities are too many to keep" if length is not None and length > shortest else None
+    query, key = given["query"].meta["val"], given["key"].meta["val"]
+    length, keys = (one if isinstance(one, int) else one.node.hint for one in (query.shape[-2], key.shape[-2]))
+    in_bfloat16 = query.dtype is torch.bfloat16 and target.bfloat16_products
+    shortest = 512 if node.target is _ATTENTION or given["is_causal"] or in_bfloat16 else 1024
+    return f"{length} x {keys} probabilities are too many to keep" if length is not None and length > shortest else None
 
 
 def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:

@@ -220,6 +220,23 @@ def test_long_attention_keeps_no_probabilities(length: int, causal: bool, operat
 
 
 @single_session
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_the_backward_of_long_attention_in_bfloat16(has_instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's where the processor has instructions for it; the sizes that the report names are those of the probabilities."""
+    monkeypatch.setattr(dense_products, "processor_multiplies_bfloat16", lambda: has_instructions)
+    attend = nn.functional.scaled_dot_product_attention
+    inputs = [torch.randn(1, 2, length, 8, dtype=torch.bfloat16, requires_grad=True) for length in (600, 40, 40)]
+    torch._dynamo.reset()
+    results = []
+    for function in (torch.compile(attend, backend="ort_training"), attend):
+        out = function(*inputs)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    torch.testing.assert_close(results[0], results[1], rtol=5e-2, atol=5e-2)
+    outside = [one for one in ort_backend.report().graphs[-1].outside if one.reason == "600 x 40 probabilities are too many to keep"]
+    assert len(outside) == (2 if has_instructions else 1)
+
+
+@single_session
 @pytest.mark.parametrize(
     "length, batch, hidden, by_onednn",
     [(16, 1, 64, False), (16, 8, 512, False), (16, 32, 256, True), (64, 1, 256, False), (64, 1, 64, True), (64, 8, 256, True), (128, 1, 512, True)],
