@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.memory_order import READS_STRIDES
 from ort_backend.lowering.sizes import evaluator
 
 aten = torch.ops.aten
@@ -19,7 +18,10 @@ View = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
 
 def replay(node: fx.Node, base: fx.Node, placeholders: Sequence[fx.Node]) -> View | None:
-    """The chain of views from `base` to `node` as a function of the tensor `base`; None if it needs more than the graph's arguments."""
+    """The chain of views from `base` to `node` as a function of the tensor `base`; None if it needs more than the graph's arguments.
+
+    A view that is taken by addresses (`as_strided`) needs a tensor that lies in memory as that of the trace.
+    """
     steps: list[View] = []
     while node is not base:
         step = _item(node) if node.target is operator.getitem else _step(node, placeholders)
@@ -47,7 +49,7 @@ def _step(node: fx.Node, placeholders: Sequence[fx.Node]) -> View | None:
     fakes = [leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf for leaf in flat]
     places = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
     sizes = evaluator([fakes[i] for i in places], placeholders)
-    if sizes is None or node.target in READS_STRIDES or any(isinstance(fake, (torch.Tensor, torch.SymFloat, torch.SymBool)) for fake in fakes):
+    if sizes is None or any(isinstance(fake, (torch.Tensor, torch.SymFloat, torch.SymBool)) for fake in fakes):
         return None
     target: Any = node.target
     constants = [None if isinstance(fake, torch.SymInt) else fake for fake in fakes]

@@ -12,7 +12,7 @@ from torch import fx
 
 from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.memory_order import READS_STRIDES, storage_order
+from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import root
 from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.symbolic import may_be_zero
@@ -144,21 +144,26 @@ class Results:
         base = root(node, through_copies=False)
         if base is node or not (base in self._arguments or base in self._places):
             return None
+        chain = [node]
+        while chain[-1].args[0] is not base:
+            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+        if any(one.target in READS_STRIDES for one in chain) and not self._lies_as_traced(base):
+            return None
         made = replay(node, base, list(self._arguments))
         if made is None:
-            return self._view_by_numbers(node, base)
+            return self._view_by_numbers(chain, base)
         if base in self._arguments:
             return Output("argument view", self._arguments[base], value=made)
         return Output("result view", self._places[base], value=made)
 
-    def _view_by_numbers(self, node: fx.Node, base: fx.Node) -> Output | None:
-        """A view whose place follows from numbers that the graph computes."""
-        chain = [node]
-        while chain[-1].args[0] is not base:
-            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    def _lies_as_traced(self, base: fx.Node) -> bool:
+        """Whether the strides that the user's tensor has are those of the trace: Dynamo's guards see to those of arguments."""
+        return base in self._arguments or order_of(base.meta["val"]) == storage_order(base.meta["val"])
+
+    def _view_by_numbers(self, chain: Sequence[fx.Node], base: fx.Node) -> Output | None:
+        """A view, the first of a chain that ends at `base`, whose place follows from numbers that the graph computes."""
         inputs = sorted({source for one in chain for source in one.all_input_nodes}.difference(chain))
-        are_numbers = all(source is base or isinstance(source.meta["val"], torch.SymInt) for source in inputs)
-        if not are_numbers or any(one.target in READS_STRIDES for one in chain):
+        if not all(source is base or isinstance(source.meta["val"], torch.SymInt) for source in inputs):
             return None
         return Output("made", value=evaluation_of(chain[::-1], inputs), parts=tuple(self.add(one) for one in inputs))
 

@@ -140,6 +140,31 @@ def test_results_that_are_views_of_each_other_share_memory() -> None:
     assert row[0] == transposed[0, 0] == 77.0
 
 
+def windows(x: torch.Tensor) -> torch.Tensor:
+    """Overlapping ones, as Longformer takes them of its masks."""
+    return x.view(-1, 4, x.shape[1]).as_strided((x.shape[0] // 2 - 1, 4, x.shape[1]), (2 * x.shape[1], x.shape[1], 1))
+
+
+def test_windows_that_overlap_share_memory_with_what_they_are_taken_from() -> None:
+    def of_argument(x: torch.Tensor) -> Any:
+        return x, windows(x)
+
+    def of_result(x: torch.Tensor) -> Any:
+        base = x.exp()
+        return base, windows(base)
+
+    calls = [call(tensor(rows, 3).detach()) for rows in (8, 12)]
+    for function in (of_argument, of_result):
+        for dynamic in (False, True):
+            in_pytorch = ["aten::as_strided"] if dynamic else []
+            same_as_eager(function, *calls, graphs=1 if dynamic else 2, train=False, python_ops=in_pytorch, dynamic=dynamic)
+            with on_ort(graphs=1, python_ops=in_pytorch):
+                base, view = compiled(function, dynamic=dynamic)(tensor(8, 3).detach())
+            assert view.stride() == (6, 3, 1)
+            base[2, 0] = 77.0
+            assert view[0, 2, 0] == view[1, 0, 0] == 77.0
+
+
 def test_a_loss_of_a_result_and_of_one_computed_from_it() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         hidden = (x * y).tanh()
