@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class JointPartition:
         outputs: The forward's results: nodes and constants.
         gradients: The backward's results: nodes and None.
         saved_primals: Indices of primals whose memory the backward reads, directly or through views.
+        changing: Indices of those that are written to behind the forward, and on which the backward depends: it reads copies.
         read: Nodes in whose memory, before or after lowering, lies what the backward reads of the forward.
         copied: Nodes that the backward reads, and that lie in copies which the program makes of primals: AOTAutograd does of those it writes to.
         replayed: Indices of primals on which the backward depends at all.
@@ -44,14 +46,15 @@ class JointPartition:
     outputs: tuple[Any, ...]
     gradients: tuple[Any, ...]
     saved_primals: tuple[int, ...]
+    changing: tuple[int, ...]
     read: frozenset[fx.Node]
     copied: tuple[fx.Node, ...]
     replayed: tuple[int, ...]
     depends_on: tuple[frozenset[int], ...]
 
 
-def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
-    """Divides a joint graph.
+def divide(graph: fx.Graph, num_fwd_outputs: int, written: Collection[fx.Node] = ()) -> JointPartition:
+    """Divides a joint graph; `written` are the primals that the program writes to behind the forward.
 
     The forward has what its outputs depend on, every random operator, so that these keep their order, the user's own Python, and the sizes of
     primals, which the program may write to before the backward; all else waits for the backward.
@@ -75,7 +78,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
     taken = _taken(backward, gradients)
     copied = [node for node in forward if node in taken and _is_copied(node)]
     read = {root(node) for node in taken.difference(copied)}
-    reached = ancestors(list(backward))
+    reached = ancestors(list(backward), _sources_of_values)
     return JointPartition(
         primals=tuple(primals),
         draws=tuple(draws),
@@ -84,7 +87,8 @@ def divide(graph: fx.Graph, num_fwd_outputs: int) -> JointPartition:
         backward=tuple(backward),
         outputs=tuple(outputs),
         gradients=tuple(gradients),
-        saved_primals=tuple(i for i, node in enumerate(primals) if node in read and _is_tensor(node)),
+        saved_primals=tuple(i for i, node in enumerate(primals) if node in read and node not in written and _is_tensor(node)),
+        changing=tuple(i for i, node in enumerate(primals) if node in reached and node in written),
         read=frozenset(map(root, taken)),
         copied=tuple(copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
@@ -128,6 +132,7 @@ def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
 
 # What reads a tensor's sizes and steps, and none of its elements.
 _MEASURES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
+_BATCH_NORM, _BATCH_NORM_BACKWARD = aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten._unsafe_view.default, aten.contiguous.default)
 
 
@@ -171,15 +176,24 @@ def descendants(calls: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.
     return found
 
 
-def ancestors(targets: list[fx.Node]) -> set[fx.Node]:
-    """`targets` and all nodes that one of them depends on. Empties the list."""
+def ancestors(targets: list[fx.Node], sources: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes")) -> set[fx.Node]:
+    """`targets` and all nodes that one of them depends on, each on its `sources`. Empties the list."""
     found: set[fx.Node] = set()
     while targets:
         node = targets.pop()
         if node not in found:
             found.add(node)
-            targets.extend(node.all_input_nodes)
+            targets.extend(sources(node))
     return found
+
+
+def _sources_of_values(node: fx.Node) -> list[fx.Node]:
+    """What the values of a node depend on: those of a BatchNorm that trains, but for its new running statistics, not on the running ones."""
+    if node.target is operator.getitem and (norm := node.args[0]).target is _BATCH_NORM and norm.args[5] and node.args[1] < 3:  # type: ignore[operator,union-attr]
+        return [one for i, one in enumerate(norm.args) if i not in (3, 4) and isinstance(one, fx.Node)]  # type: ignore[union-attr]
+    if node.target is _BATCH_NORM_BACKWARD and node.args[7]:
+        return [one for i, one in enumerate(node.args) if i not in (3, 4) and isinstance(one, fx.Node)]
+    return node.all_input_nodes
 
 
 def dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend import compiled_autograd
-from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
+from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs, written
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph
@@ -87,7 +87,8 @@ def lower_joint(
     keep_probabilities(graph, target)
     choose_products(graph, target)
     loosen_tangents(graph)
-    partition = divide(graph, num_fwd_outputs)
+    changing = written(graph, num_fwd_outputs)
+    partition = divide(graph, num_fwd_outputs, changing)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)
     lowering.run(partition.forward)
@@ -113,6 +114,7 @@ def lower_joint(
         returned=_may_be_returned(partition),
         saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
+        changing=partition.changing,
         depends_on=partition.depends_on,
         tangent_outputs=tangent_outputs(graph, len(partition.outputs), partition.tangents),
         loose={i: node.meta["val"].dim() for i, node in enumerate(partition.tangents) if "loose" in node.meta},

@@ -13,12 +13,12 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import rand_ops
 
-from ort_backend.boundary import tangent_outputs
+from ort_backend.boundary import tangent_outputs, written
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
-from ort_backend.lowering.passes.saved_views import lay_out, save_bases
+from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 from ort_backend.lowering.passes.statistics import correct_statistics
 
@@ -45,6 +45,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
+    changing = {node.name for node in written(joint.graph, num_fwd_outputs)}
     correct_statistics(joint.graph)
     drop_known_masks(joint.graph)
     take_bare_biases(joint.graph)
@@ -61,6 +62,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     forget_averages_again(forward, backward, num_fwd_outputs)
     save_bases(forward, backward, num_fwd_outputs)
     lay_out(forward, backward, num_fwd_outputs)
+    save_copies(forward, num_fwd_outputs, changing)
     if recomputes:
         delay(backward)
     return Halves(forward, backward, places)

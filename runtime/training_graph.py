@@ -45,6 +45,7 @@ class TrainingPlan:
         saved_outputs: Likewise: indices of results.
         returned: Which of `saved` are results of the backward themselves.
         replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
+        changing: Those of them that the program writes to behind the forward: what runs reads a copy.
         depends_on: For each result of the backward, the tangents that it depends on.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
         loose: The number of dimensions of each tangent that may come with every size 1.
@@ -62,6 +63,7 @@ class TrainingPlan:
     saved_outputs: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
+    changing: tuple[int, ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
     tangent_outputs: tuple[int, ...] | None = None
     loose: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -181,10 +183,12 @@ class TrainingGraph:
         for i in range(len(args)) if computed is None else computed:
             if isinstance(held[i], torch.Tensor) and held[i].grad_fn is not None:
                 held[i] = held[i].detach()
+        for i in plan.changing:
+            held[i] = held[i].detach().clone()
         agent, state, fetches = self._advance(held, python)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
-        run = _Run(agent, state, python, held, _versions(held, plan.replayed), plan.saved)
+        run = _Run(agent, state, python, held, _versions(held, plan.replayed), (*plan.saved, *plan.changing))
         run.random, run.redraw = random, before
         run.arguments = len(args) if hooked else None
         return results, saved, run

@@ -1,11 +1,11 @@
 """What is saved for a backward becomes contiguous: sessions take contiguous tensors without a copy, no others.
 
-The backward gets what its saved views are views of, and takes the views again.
+The backward gets what its saved views are views of, and takes the views again. What the program writes to in between it gets as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch._prims_common import is_contiguous_or_false
 
 from ort_backend.lowering.memory_order import READS_STRIDES
 from ort_backend.lowering.partition import root
+
+aten = torch.ops.aten
 
 
 def save_bases(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:
@@ -66,6 +68,22 @@ def lay_out(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: 
             and not is_contiguous_or_false(fake)
         ):
             node.meta["val"] = arriving[node.name].meta["val"] = torch.empty_like(fake, memory_format=torch.contiguous_format)
+
+
+def save_copies(forward: fx.GraphModule, num_fwd_outputs: int, written: Collection[str]) -> None:
+    """Saves copies of those arguments that AOTAutograd writes to behind the forward; PyTorch's partition does not allow for it (seen in torch 2.13).
+
+    `written` has the names of their placeholders.
+    """
+    results: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
+    for i in range(num_fwd_outputs, len(results)):
+        if results[i].op == "placeholder" and results[i].name in written:
+            with forward.graph.inserting_before(forward.graph.output_node()):
+                copied = forward.graph.call_function(aten.clone.default, (results[i],))
+            copied.meta = {**results[i].meta, "val": torch.empty_like(results[i].meta["val"])}
+            results[i] = copied
+    _save(forward.graph, results[:num_fwd_outputs], results[num_fwd_outputs:])
+    forward.recompile()
 
 
 def drop_unread(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> None:

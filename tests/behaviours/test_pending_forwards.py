@@ -139,6 +139,33 @@ def test_retain_graph_allows_a_second_backward() -> None:
     torch.testing.assert_close(third, 3 * first)
 
 
+class Averaging(nn.Module):
+    """A BatchNorm, and a buffer that the backward reads as it was before the forward writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.linear(x)) * self.scale.clone()
+        self.scale.mul_(0.5).add_(x.detach().mean())
+        return hidden
+
+
+def test_a_second_backward_over_a_forward_that_writes_to_buffers() -> None:
+    both = Both(Averaging())
+    with on_ort(graphs=1, forwards=2, backwards=4):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            result = runner(A)
+            gradients = [torch.autograd.grad(result.square().sum(), list(module.parameters()), retain_graph=True) for _ in range(2)]
+            return [*gradients[0], *gradients[1]]
+
+        both.step(do)
+        both.step(do)
+
+
 def test_a_second_backward_without_retain_graph_is_torchs_error() -> None:
     with on_ort(graphs=1):
         loss = compiled(mlp())(X).sum()

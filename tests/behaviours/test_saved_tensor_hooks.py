@@ -14,6 +14,7 @@ from behaviours.test_memory_and_lifetime import alive
 from default_device import seeded
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from ort_backend.runtime.training_graph import TrainingGraph
@@ -53,6 +54,18 @@ def test_offloading(tmp_path: Path, pending: int) -> None:
             return [*losses, drawn, torch.rand(2)]
 
         Both(_net()).step(do)
+
+
+def test_offloading_where_the_forward_writes_to_buffers(tmp_path: Path) -> None:
+    with on_ort(graphs=1, forwards=1):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            with _on_disk(tmp_path):
+                loss = runner(X).square().mean()
+            loss.backward()
+            return loss
+
+        Both(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), spectral_norm(nn.Linear(4, 4)))).step(do)
 
 
 def test_hooks_that_keep_the_tensors() -> None:
