@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ort_backend.lowering import function_run
+from ort_backend.lowering import function_run, second_derivatives
 from ort_backend.lowering.function_behaviour import behaviour_of, fake_mode_of
 from ort_backend.lowering.function_site import SITES, Site, Slot
 
@@ -128,6 +128,9 @@ def _(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes:
         if _announced(known, i):
             made.append(torch.empty(tuple(itertools.islice(remaining, rank)), dtype=dtype, device=device))
     return made
+
+
+second_derivatives.refuse("function_backward", "an opaque autograd.Function", _library)
 
 
 # -- in eager PyTorch

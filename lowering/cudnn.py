@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ort_backend.lowering import second_derivatives
+
 aten = torch.ops.aten
 
 # cuDNN's numbers of the kinds (ATen/native/cudnn/RNN.cpp).
@@ -137,6 +139,7 @@ def _gradients(ctx: Any, dy: Tensor, dhn: Tensor, dcn: Tensor, *_: Any) -> tuple
 
 
 torch.library.register_autograd("ort_training::cudnn_layer", _gradients, setup_context=_save, lib=_library)
+second_derivatives.refuse("cudnn_layer_backward", "a recurrent layer", _library)
 
 # What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {CUDNN_LAYER: _forward, CUDNN_LAYER_BACKWARD: _backward}

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ort_backend.lowering import second_derivatives
+
 aten = torch.ops.aten
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
@@ -106,6 +108,7 @@ def _gradients(ctx: Any, dy: Tensor, dhn: Tensor, dcn: Tensor, _: Any) -> tuple[
 
 
 torch.library.register_autograd("ort_training::onednn_lstm", _gradients, setup_context=_save, lib=_library)
+second_derivatives.refuse("onednn_lstm_backward", "a recurrent layer", _library)
 
 
 def is_on() -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ort_backend.lowering import second_derivatives
+
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("lstm_steps(Tensor gx, Tensor h0, Tensor c0, Tensor w_hh, bool reverse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
@@ -32,6 +34,9 @@ ops = torch.ops.ort_training
 LSTM, LSTM_BACKWARD = ops.lstm_steps.default, ops.lstm_steps_backward.default
 GRU, GRU_BACKWARD = ops.gru_steps.default, ops.gru_steps_backward.default
 RNN, RNN_BACKWARD = ops.rnn_steps.default, ops.rnn_steps_backward.default
+
+for _name in ("lstm", "gru", "rnn"):
+    second_derivatives.refuse(f"{_name}_steps_backward", "a recurrent layer", _library)
 
 
 def last(states: Tensor, reverse: bool) -> Tensor:

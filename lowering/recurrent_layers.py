@@ -1,7 +1,8 @@
 """`aten::lstm`, `gru`, `rnn_tanh` and `rnn_relu`, traced as one operator for each layer and direction, and cells, traced as plain operators.
 
 The walk over layers and directions is eager PyTorch's, and dropout is drawn between the layers as eager draws it, which PyTorch's own Python
-decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTMs with projections keep that decomposition.
+decomposition forgets (torch 2.13). Packed sequences (`lstm.data`, ...) and LSTMs with projections keep that decomposition, as does all that may be
+differentiated twice.
 
 On CUDA the layers are cuDNN's where it takes them, as in eager PyTorch. There, PyTorch takes a cell apart into operators that only CUDA has, of which
 a GRU's has no shape function (torch 2.13).
@@ -20,7 +21,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 
-from ort_backend.lowering import cudnn, kernel_choice
+from ort_backend.lowering import cudnn, kernel_choice, second_derivatives
 from ort_backend.lowering.composites import replaced_kernel
 from ort_backend.lowering.onednn import ONEDNN_LSTM
 from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
@@ -41,8 +42,9 @@ def whole_recurrent_layers(*, onednn: bool) -> Iterator[None]:
     Args:
         onednn: Whether LSTMs in float32 on the CPU run by oneDNN's kernels, as in eager PyTorch.
     """
+    layers = {} if second_derivatives.are_asked_for() else _kernels(onednn=onednn)
     with contextlib.ExitStack() as stack:
-        for target, kernel in _kernels(onednn=onednn).items():
+        for target, kernel in layers.items():
             for key in _ABOVE_TRACER:
                 stack.enter_context(replaced_kernel(target, key, kernel))
         for target, kernel in _CELLS.items():
@@ -56,16 +58,21 @@ def keep_whole_in_dynamo(is_our_compile: Callable[[], bool]) -> None:
     PyTorch's decomposition of a layer walks over the steps, so that a symbolic length becomes a number there (read in torch 2.13).
     """
     composite = DispatchKey.CompositeImplicitAutograd
-    found = [(target, key, kernel, target.py_kernels.get(key)) for target, kernel in _kernels(onednn=False).items() for key in _ABOVE_TRACER]
-    found += [(target, composite, kernel, functools.partial(target._op_dk, composite)) for target, kernel in _CELLS.items()]
-    for target, key, kernel, before in found:
+
+    def is_whole() -> bool:
+        return is_our_compile() and not second_derivatives.are_asked_for()
+
+    layers = _kernels(onednn=False).items()
+    found = [(target, key, is_whole, kernel, target.py_kernels.get(key)) for target, kernel in layers for key in _ABOVE_TRACER]
+    found += [(target, composite, is_our_compile, kernel, functools.partial(target._op_dk, composite)) for target, kernel in _CELLS.items()]
+    for target, key, are_ours, kernel, before in found:
         if before is not None:
-            target.py_kernels[key] = functools.partial(_either, is_our_compile, kernel, before)
+            target.py_kernels[key] = functools.partial(_either, are_ours, kernel, before)
             target._dispatch_cache.clear()
 
 
-def _either(is_our_compile: Callable[[], bool], ours: Callable[..., Any], theirs: Any, *args: Any, **kwargs: Any) -> Any:
-    return (ours if is_our_compile() else theirs)(*args, **kwargs)
+def _either(are_ours: Callable[[], bool], ours: Callable[..., Any], theirs: Any, *args: Any, **kwargs: Any) -> Any:
+    return (ours if are_ours() else theirs)(*args, **kwargs)
 
 
 def _kernels(*, onednn: bool) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
