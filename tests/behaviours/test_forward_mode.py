@@ -8,6 +8,7 @@ from behaviours.check import compiled, same_tree
 from default_device import seeded
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch_version import LEAVES_DUAL_TENSORS, TORCH
 
 import ort_backend
 
@@ -21,7 +22,7 @@ def function(x: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("ran_before", [False, True])
 def test_tangents_of_results(ran_before: bool) -> None:
     torch._dynamo.reset()
-    run = compiled(function)
+    run = compiled(function, fullgraph=ran_before)
     if ran_before:
         run(PRIMAL)
     with forward_ad.dual_level():
@@ -29,5 +30,6 @@ def test_tangents_of_results(ran_before: bool) -> None:
         same_tree([one.primal for one in made], [one.primal for one in expected])
         same_tree([one.tangent for one in made], [one.tangent for one in expected])
     same_tree(run(PRIMAL), function(PRIMAL))
-    counts = ort_backend.report().graphs[-1].counts
-    assert (counts.eager, counts.forward) == (1, 1 + ran_before), "it runs in the session outside of a level"
+    if ran_before or TORCH < LEAVES_DUAL_TENSORS:
+        counts = ort_backend.report().graphs[-1].counts
+        assert (counts.eager, counts.forward) == (1, 1 + ran_before), "it runs in the session outside of a level"
