@@ -126,6 +126,9 @@ class Elsewhere:
 def _serve(make: Callable[[], Any], pipe: Connection, other_end: Connection) -> None:
     """In the process: answers until the other end is closed, with whether it failed, and the result."""
     other_end.close()
+    # In a forked process PyTorch makes its pool of threads anew at the first call; autograd's threads, of which a build with CUDA has several, would
+    # make it at once, and end the process (one in twenty, seen in torch 2.14).
+    torch.set_num_threads(torch.get_num_threads())
     contestant = None
     while True:
         try:
