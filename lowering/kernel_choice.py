@@ -288,18 +288,25 @@ def _is_complex(node: fx.Node) -> bool:
 def _long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     """Attention and its backward, judged together.
 
-    ONNX Runtime's products and softmax are faster than PyTorch's fused kernels, but its forward and its backward hold the probabilities, queries x
-    keys for each head, even where none are kept between them (`few_probabilities`). Beyond 512 that is too much memory. PyTorch's forward holds
-    none; behind it, ONNX Runtime's backward is still the faster one up to 1024 where no half is masked
-    (`python -m benchmarks.kernel_choice --only attentions`). In bfloat16, with instructions for it, forward and backward by PyTorch took 0.7 to 1.0
-    of the time of those in turn, for 640 to 1024 queries 8 to 64 wide (AMD EPYC).
+    ONNX Runtime's forward and backward hold the probabilities, queries x keys for each head, even where none are kept between them. Beyond 512
+    queries that is too much memory; PyTorch's fused kernels hold none. Below, PyTorch is the faster one for narrow heads: steps of a BERT of 512
+    tokens and of a ViT of 577 took, by ONNX Runtime up to 512 queries and in all backwards up to 1024, 1.02 to 1.11 of eager's time with heads 32
+    wide, by PyTorch 0.97 to 1.00; with heads 64 wide 0.98 to 1.01 and 0.99 to 1.00. Alone, and 16 wide, 384 queries took 1.54 and 1.12, 256 1.28
+    and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). Causal attention runs in blocks on ONNX
+    Runtime (`causal_blocks`). In bfloat16 with instructions for it, PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too.
     """
     given = arguments_of(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
-    length, keys = (one if isinstance(one, int) else one.node.hint for one in (query.shape[-2], key.shape[-2]))
-    in_bfloat16 = query.dtype is torch.bfloat16 and target.bfloat16_products
-    shortest = 512 if node.target is _ATTENTION or given["is_causal"] or in_bfloat16 else 1024
-    return f"{length} x {keys} probabilities are too many to keep" if length is not None and length > shortest else None
+    length, keys, width = (one if isinstance(one, int) else one.node.hint for one in (query.shape[-2], key.shape[-2], query.shape[-1]))
+    if length is None or keys is None:
+        return None
+    in_bfloat16, in_blocks = query.dtype is torch.bfloat16 and target.bfloat16_products, given["is_causal"]
+    if (target.slow_mkl or (width is not None and width < 16)) and not in_bfloat16 and not in_blocks:
+        by_pytorch = length > (512 if node.target is _ATTENTION else 1024)
+    else:
+        is_narrow = width is not None and width < 64 and query.dtype is torch.float32
+        by_pytorch = length > 512 or (is_narrow and min(length, keys) >= 384 and not in_blocks)
+    return f"{length} x {keys} probabilities are too many to keep" if by_pytorch else None
 
 
 def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:

@@ -385,7 +385,8 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     )
     has_onednn = onednn.is_on()
     multiplies_bfloat16 = has_onednn and dense_products.processor_multiplies_bfloat16()
-    return dataclasses.replace(target, onednn=has_onednn, mkl=dense_products.mkl_is_at_home(), bfloat16_products=multiplies_bfloat16)
+    mkl, slow_mkl = dense_products.mkl_is_at_home(), dense_products.mkl_is_slow()
+    return dataclasses.replace(target, onednn=has_onednn, mkl=mkl, slow_mkl=slow_mkl, bfloat16_products=multiplies_bfloat16)
 
 
 def _can_capture(provider: str) -> bool:

@@ -37,6 +37,7 @@ class OrtTarget:
             ONNX Runtime's; `"pytorch"`, always PyTorch's (for the measurement).
         onednn: Whether PyTorch has oneDNN's kernels, and they are not turned off (`torch.backends.mkldnn`).
         mkl: Whether PyTorch's matrix products are MKL's, on a processor that it was made for.
+        slow_mkl: Whether they are MKL's, and far slower than ONNX Runtime's.
         bfloat16_products: Whether PyTorch's products and convolutions in bfloat16 are oneDNN's, on a processor with instructions for them.
         threads: How many threads of the host a kernel runs on.
         cuda_graphs: Whether runs of sessions are captured as CUDA graphs: plain runs, as a session that runs forward and backward in halves is
@@ -55,6 +56,7 @@ class OrtTarget:
     kernels: str = "measured"
     onednn: bool = False
     mkl: bool = False
+    slow_mkl: bool = False
     bfloat16_products: bool = False
     threads: int = 1
     cuda_graphs: bool = False

@@ -204,14 +204,22 @@ def test_an_unknown_value_is_an_error() -> None:
 
 @single_session
 @pytest.mark.parametrize(
-    "length, causal, operators",
-    [(512, False, 0), (600, False, 1), (600, True, 2), (1100, False, 2)],
-)
-def test_long_attention_keeps_no_probabilities(length: int, causal: bool, operators: int) -> None:
+    "length, keys, width, causal, slow_mkl, operators",
+    [
+        (512, 512, 8, False, False, 0), (600, 600, 8, False, False, 1), (600, 600, 8, True, False, 2), (1100, 1100, 8, False, False, 2),
+        (384, 384, 32, False, False, 2), (384, 384, 32, True, False, 0), (384, 384, 64, False, False, 0), (384, 77, 32, False, False, 0),
+        (600, 77, 32, False, False, 2), (600, 600, 64, False, False, 2), (384, 384, 32, False, True, 0), (600, 77, 32, False, True, 1),
+    ],
+)  # fmt: skip
+def test_long_attention_keeps_no_probabilities(
+    length: int, keys: int, width: int, causal: bool, slow_mkl: bool, operators: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: slow_mkl)
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    inputs = [torch.randn(1, 2, length, 8) for _ in range(3)]
+    inputs = [torch.randn(1, 2, rows, width) for rows in (length, keys, keys)]
     outside = _outside(attend, *inputs)
     assert sorted(operator.rpartition("::")[2] for operator, _, _ in outside) == sorted(
         ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"][:operators]
