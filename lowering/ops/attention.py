@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.attention_choice import causal_blocks
 from ort_backend.lowering.constants import constant, int64s
-from ort_backend.lowering.kernel_choice import causal_blocks
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.registry import Unsupported, register
@@ -343,7 +343,7 @@ def attention(op, query, key, value, is_causal, attn_mask, scale, bounded, ends)
     """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded,
     int[] ends) -> Tensor[]: the result, and the probabilities of each block of rows
 
-    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `kernel_choice.causal_blocks`) are for causal attention without
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `attention_choice.causal_blocks`) are for causal attention without
     another mask.
     """
     mask, alive = _alive_rows(op, attn_mask)

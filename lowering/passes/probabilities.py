@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
+from ort_backend.lowering.attention_choice import bounds_scores, causal_blocks, few_probabilities
 from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
-from ort_backend.lowering.kernel_choice import bounds_scores, causal_blocks, faster_in_pytorch, few_probabilities
+from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero

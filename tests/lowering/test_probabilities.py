@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ort_backend
 from ort_backend import joint
 from ort_backend.lowering import registry
-from ort_backend.lowering.kernel_choice import few_probabilities
+from ort_backend.lowering.attention_choice import few_probabilities
 from ort_backend.lowering.ops import attention as ops
 from ort_backend.lowering.passes import probabilities
 from ort_backend.runtime import capabilities

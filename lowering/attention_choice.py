@@ -1,0 +1,78 @@
+"""How attention runs on the CPU: by whose kernels, in how many blocks, and what of it is kept for the backward, as measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.symbolic import hint
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
+    """Why PyTorch's kernel runs attention, or its backward; None where ONNX Runtime's products and softmax do.
+
+    ONNX Runtime's forward and backward hold the probabilities, queries x keys for each head, even where none are kept between them. Beyond 512
+    queries that is too much memory; PyTorch's fused kernels hold none. Below, PyTorch is the faster one for narrow heads: steps of a BERT of 512
+    tokens and of a ViT of 577 took, by ONNX Runtime up to 512 queries and in all backwards up to 1024, 1.02 to 1.11 of eager's time with heads 32
+    wide, by PyTorch 0.97 to 1.00; with heads 64 wide 0.98 to 1.01 and 0.99 to 1.00. Alone, and 16 wide, 384 queries took 1.54 and 1.12, 256 1.28
+    and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). Causal attention runs in blocks on ONNX
+    Runtime (`causal_blocks`). In bfloat16 with instructions for it, PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too.
+    """
+    given = arguments_of(node)
+    query, key = given["query"].meta["val"], given["key"].meta["val"]
+    length, keys, width = (one if isinstance(one, int) else one.node.hint for one in (query.shape[-2], key.shape[-2], query.shape[-1]))
+    if length is None or keys is None:
+        return None
+    in_bfloat16, in_blocks = query.dtype is torch.bfloat16 and target.bfloat16_products, given["is_causal"]
+    if (target.slow_mkl or (width is not None and width < 16)) and not in_bfloat16 and not in_blocks:
+        by_pytorch = length > (512 if node.target is ATTENTION else 1024)
+    else:
+        is_narrow = width is not None and width < 64 and query.dtype is torch.float32
+        by_pytorch = length > 512 or (is_narrow and min(length, keys) >= 384 and not in_blocks)
+    return f"{length} x {keys} probabilities are too many to keep" if by_pytorch else None
+
+
+def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:
+    """Whether attention to `keys` keys, its heads `width` wide, keeps its probabilities for the backward, which else computes them again.
+
+    They are keys / width times as large as the queries (with all that belongs to it, a block of a transformer keeps some 17 tensors of that
+    size), and what they save grows with the width. Steps in turns with and without them: 0.97 to 0.92 of the time for 256 keys and a width of 64
+    (gpt-medium), 0.95 for 128 (gpt), 0.96 for 197 (vit), 0.93 for 64 keys and a width of 32 (gpt-tiny), no less for 128 (bert).
+    """
+    return 16 * hint(keys) <= width * width
+
+
+def causal_blocks(length: Any, keys: Any) -> list[int]:
+    """Blocks of rows in which causal attention runs: where each ends. None: all rows at once.
+
+    The queries of a block see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls away, of four three
+    eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64 wide (24 heads of a
+    batch), 0.86 for 128 (32 heads), 0.92 (12 heads), 0.98 for 64 queries 32 wide; for 512 queries 0.77, in four 0.69; for 256 in four 0.75, for 128
+    in four 0.90 (AMD EPYC of family 25, model 17).
+
+    Args:
+        length: Queries; blocks are made of a known number only.
+        keys: As many.
+    """
+    if not isinstance(length, int) or not isinstance(keys, int) or length != keys or length < 128:
+        return []
+    count = 2 if length < 512 else 4
+    return [length * (i + 1) // count for i in range(count)]
+
+
+def bounds_scores(target: OrtTarget) -> bool:
+    """Whether masked scores are kept from exponentials too small for a normal number: on a processor of Intel's.
+
+    ONNX Runtime's Softmax of 8 x 4 x 128 x 128 scores takes 1.9 ms there with one half of them masked, else 0.3 (Intel Xeon of family 6, model 207);
+    what bounds them and takes out the masked ones again takes 0.4. A step of a GPT took 0.96 to 0.99 of its time.
+    """
+    return target.mkl
