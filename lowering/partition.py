@@ -189,10 +189,10 @@ def ancestors(targets: list[fx.Node], sources: Callable[[fx.Node], Iterable[fx.N
 
 def _sources_of_values(node: fx.Node) -> list[fx.Node]:
     """What the values of a node depend on: those of a BatchNorm that trains, but for its new running statistics, not on the running ones."""
-    if node.target is operator.getitem and (norm := node.args[0]).target is _BATCH_NORM and norm.args[5] and node.args[1] < 3:  # type: ignore[operator,union-attr]
-        return [one for i, one in enumerate(norm.args) if i not in (3, 4) and isinstance(one, fx.Node)]  # type: ignore[union-attr]
-    if node.target is _BATCH_NORM_BACKWARD and node.args[7]:
-        return [one for i, one in enumerate(node.args) if i not in (3, 4) and isinstance(one, fx.Node)]
+    norm: Any = node.args[0] if node.target is operator.getitem else node
+    forward = norm is not node and norm.target is _BATCH_NORM and norm.args[5] and node.args[1] < 3  # type: ignore[operator]
+    if forward or (node.target is _BATCH_NORM_BACKWARD and node.args[7]):
+        return [one for i, one in enumerate(norm.args) if i not in (3, 4) and isinstance(one, fx.Node)]
     return node.all_input_nodes
 
 
