@@ -48,6 +48,8 @@ def _view_output(node: ir.Node, i: int, inputs: dict[ir.Node, dict[int, View]], 
     others = [use for use in uses if use.node not in reshapes]
     if not reshapes or value.is_graph_output() or any(use.node.op_type != TRITON for use in others):
         return
+    if any(use.node.graph is not node.graph for use in uses):  # the body of a loop or branch, whose calls stay as they are
+        return
     views = {_sizes(reshape.outputs[0]) for reshape in reshapes}
     view, before = views.pop() if len(views) == 1 else None, _sizes(value) if others else ()
     first, *copies = (reshape.outputs[0] for reshape in reshapes)

@@ -119,3 +119,16 @@ def test_what_stays() -> None:
     empty = Written()
     nothing = empty.call(lambda x: x[:, :0], empty.x, sizes=(2, 0, 4))
     assert empty.rewritten(empty.reshape(nothing, 0, 2)) == ["TritonOp", "Reshape"]
+
+
+def test_a_call_in_a_branch() -> None:
+    """It reads what it has read before."""
+    written = Written()
+    first = written.call(torch.exp, written.x, sizes=(2, 3, 4))
+    rows = written.reshape(first, 6, 4)
+    inner = ir.Node("com.microsoft", "TritonOp", [first], [ir.AttrString("func_name", "inner#0")], outputs=[ir.Value(name="inner")])
+    branch = ir.Graph([], list(inner.outputs), nodes=[inner], name="branch")
+    written.graph.append(ir.Node("", "If", [written.x], [ir.AttrGraph("then_branch", branch)]))
+    written.graph.outputs.append(rows)
+    assert view_in_calls(written.graph, written.calls) == written.calls
+    assert inner.inputs == (first,) and rows.producer().op_type == "Reshape"  # type: ignore[union-attr]
