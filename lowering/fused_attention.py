@@ -7,6 +7,7 @@ last dimension, and takes a view of the result (`preprocess_mask` in torch 2.13'
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,12 @@ KERNELS = frozenset({
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_cudnn_attention_backward.default,
 })  # fmt: skip
 REASON = "PyTorch's fused attention, as in eager PyTorch"
+
+
+def is_kernel(target: Any) -> bool:
+    """Whether it is one of them, or what stands for it."""
+    return inspect.unwrap(target) in KERNELS
+
 
 # Numbers between which rows of a bias begin.
 ALIGNMENT = 8

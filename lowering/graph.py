@@ -28,12 +28,15 @@ from ort_backend.lowering.fx_nodes import attribute, nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
+from ort_backend.lowering.merged_calls import merge_calls
 from ort_backend.lowering.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.ops.ordering import behind
+from ort_backend.lowering.parameter_casts import cast_together
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.permuting import permutation_of, permuted
+from ort_backend.lowering.picture_order import put_channels_last
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
@@ -50,11 +53,9 @@ aten = torch.ops.aten
 
 # Behind each collective of `torch.distributed` in a graph.
 _WAIT = "_c10d_functional::wait_tensor"
-# What a node calls that is not its target.
-_IMPLEMENTATIONS = {
-    **dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **cudnn.IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS,
-    **fused_attention.IMPLEMENTATIONS,
-}  # fmt: skip
+# What a node calls that is not its target, on any device and on the CPU.
+_IMPLEMENTATIONS = {**dense_products.IMPLEMENTATIONS, **onednn.IMPLEMENTATIONS, **cudnn.IMPLEMENTATIONS, **fused_attention.IMPLEMENTATIONS}
+_ON_CPU = {**_IMPLEMENTATIONS, **faster_calls.IMPLEMENTATIONS}
 # Results that are their first argument: nothing in a functional graph sees the difference.
 _SAME = {
     aten.detach.default,
@@ -208,10 +209,17 @@ class GraphLowering:
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
+        if self.target.call_type == TRITON and self.target.kernels != "onnxruntime":
+            more_casts, more_outside = cast_together(self.graph)
+            casts, outside = casts + more_casts, outside + more_outside
         self.python_calls += casts
         self.outside += outside
-        if self.target.call_type == TRITON:
-            self.python_calls = view_in_calls(self.graph, self.python_calls)
+        merged = 0
+        if self.target.merges_calls:
+            attention = {call.name for call in self.python_calls if call.recipe is not None and fused_attention.is_kernel(call.recipe.target)}
+            views, before = view_in_calls(self.graph, attention), len(self.python_calls)
+            self.python_calls = merge_calls(self.graph, put_channels_last(self.graph, self.python_calls, views), views)
+            merged = before - len(self.python_calls)
         drop_unread_constants(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
@@ -219,7 +227,7 @@ class GraphLowering:
         kept = kept_bytes(self.graph, self._calls.hints)
         functions = self._functions.calls
         calls, names = (*self.python_calls, *functions), tuple(call.title for call in functions)
-        return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph), kept, names)
+        return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph) + merged, kept, names)
 
     # -- nodes
 
@@ -296,7 +304,7 @@ class GraphLowering:
     def _roll_back(self, mark: int) -> None:
         written = self._since(mark)
         if written:
-            self.graph.remove(written, safe=False)
+            self.graph.remove(written, safe=True)
 
     def _arguments(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[list[Any], dict[str, Any]]:
         return [fx.map_arg(arg, operand) for arg in node.args], {key: fx.map_arg(arg, operand) for key, arg in node.kwargs.items()}
@@ -343,7 +351,8 @@ class GraphLowering:
                 self._calls.type_of(leaf)
         args, kwargs = self._arguments(node, self.value)
         fakes = [n.meta["val"] for n in nodes_in((node.args, node.kwargs)) if isinstance(self.env.get(n), (ir.Value, Complex))]
-        target = _IMPLEMENTATIONS.get(node.target, node.target)
+        implementations = _ON_CPU if self.target.device_type == "cpu" else _IMPLEMENTATIONS
+        target = implementations.get(node.target, node.target)
         if node.target is FUNCTIONALIZED and (places := places_of_bases(node)):
             target, numbers = on_placed_bases, [number for place in places.values() for number in place]
             kwargs["_places"] = {i: [self._symbols.number(number, node) for number in place] for i, place in places.items()}

@@ -46,7 +46,7 @@ class LoweredGraph:
         python_calls: The callables behind its `ATen` and `PythonOp` nodes.
         outside: Why each of them is there.
         fx_nodes: Number of FX nodes that compute something.
-        onnx_nodes: Number of ONNX nodes.
+        onnx_nodes: Number of ONNX nodes; one that calls PyTorch several times counts as often.
         functions: The users' Functions that it calls, one name for each call.
         kept_bytes: Bytes of the values computed before the `YieldOp` and used behind it, for the example sizes; 0 without one.
     """

@@ -29,7 +29,7 @@ _OF_BATCHES = {
 _BY_INDEX = {aten.gather.default: 2, aten.scatter_add.default: 2, aten.scatter.src: 2}
 
 # Normalizations of which onnxruntime-training has CUDA kernels in float32 for every step only, none in bfloat16; which argument is normalized.
-_STEPS_IN_BFLOAT16 = {**_OF_BATCHES, aten._native_batch_norm_legit_no_training.default: 0, aten.native_group_norm_backward.default: 1}
+NORMALIZATIONS = {**_OF_BATCHES, aten._native_batch_norm_legit_no_training.default: 0, aten.native_group_norm_backward.default: 1}
 
 # Elements along a dimension up to which they are few for a softmax.
 _FEW = 24
@@ -146,7 +146,7 @@ def elements_of(tensor: torch.Tensor) -> int | None:
 
 def normalizes_bfloat16(node: fx.Node) -> bool:
     """Whether a node is a normalization of a tensor in bfloat16, on a GPU, that ONNX Runtime would write as ten kernels between casts."""
-    if node.target not in _STEPS_IN_BFLOAT16:
+    if node.target not in NORMALIZATIONS:
         return False
-    tensor: Any = node.args[_STEPS_IN_BFLOAT16[node.target]]
+    tensor: Any = node.args[NORMALIZATIONS[node.target]]
     return tensor.meta["val"].dtype is torch.bfloat16

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering import dense_products, faster_calls
+from ort_backend.lowering import dense_products, faster_calls, fused_attention
 from ort_backend.lowering.call_orders import Order, call_orders, laid_out, read_back
 from ort_backend.lowering.constants import constant
+from ort_backend.lowering.device_kernels import FASTER_ON_DEVICE
 from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
+from ort_backend.lowering.operator_class import NORMALIZATIONS
 from ort_backend.lowering.permuting import inverse
 from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE, TRITON
 
@@ -29,8 +32,24 @@ _names = itertools.count()
 _CHOSEN_FOR_SPEED = {key.split()[0] for key in FASTER_IN_PYTORCH}
 _IN_THEIR_PLACE = {*dense_products.IMPLEMENTATIONS.values(), *faster_calls.IMPLEMENTATIONS.values()}
 
+_FOR_DEVICES = {*FASTER_ON_DEVICE, *fused_attention.KERNELS, *NORMALIZATIONS, torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
+
 # A contiguous tensor of these is its own carrier. DLPack hands bool tensors over as bytes.
 _AS_THEY_ARE = frozenset(dtype for dtype in NATIVE if dtype != torch.bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where a tensor or symbolic number stands in the flattened arguments, and how it arrives."""
+
+    position: int
+    dtype: torch.dtype | None  # None: a number
+    order: Order = None  # in which its dimensions arrive
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor that arrives is the argument."""
+        return self.dtype in _AS_THEY_ARE and self.order is None
 
 
 @dataclasses.dataclass
@@ -45,6 +64,7 @@ class PythonCall:
             None for a user's autograd.Function, which has a backward as well (`function_op`).
         allocates: Whether `function` takes, in front of the tensors, what makes a tensor for its result (`given_memory.Empty`).
         op_type: The node's.
+        recipe: What `function` does, for code that does the same with less Python around it (`merged_calls`); None where nothing tells.
     """
 
     name: str
@@ -52,6 +72,36 @@ class PythonCall:
     function: Callable[..., Sequence[torch.Tensor]] | None
     allocates: bool = False
     op_type: str = "PythonOp"
+    recipe: Recipe | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A call of `target` whose results are new memory.
+
+    Attributes:
+        target: What is called.
+        args: Its arguments, in which a `Slot` stands for a tensor or number that arrives.
+        kwargs: Likewise.
+        slots: Those in the order in which they arrive.
+        results: Of each result that the node has: its number among `target`'s (None: it is the only one), its dtype, in which order it is given.
+            The dtype is None where it is no tensor, or one that ONNX carries in another way than as it is.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slots: tuple[Slot, ...]
+    results: tuple[tuple[int | None, torch.dtype | None, Order], ...]
+
+
+_NAME_OF_CALLABLE = {TRITON: "func_name", ATEN: "operator"}
+
+
+def callable_of(node: ir.Node) -> str | None:
+    """The name of the callable behind a node that calls PyTorch; None for other nodes."""
+    attribute = _NAME_OF_CALLABLE.get(node.op_type)
+    return None if attribute is None else node.attributes[attribute].as_string()
 
 
 def unique_name(title: str) -> str:
@@ -82,22 +132,8 @@ def from_carrier(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TensorSlot:
-    """Where a tensor or symbolic number stands in the flattened arguments, and how it arrives."""
-
-    position: int
-    dtype: torch.dtype | None  # None: a number
-    order: Order = None  # in which its dimensions arrive
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the tensor that arrives is the argument."""
-        return self.dtype in _AS_THEY_ARE and self.order is None
-
-
 def make_call(
-    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[_TensorSlot], results: list[Any], orders: list[Order]
+    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[Slot], results: list[Any], orders: list[Order]
 ) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
@@ -109,8 +145,10 @@ def make_call(
     fill = _filler(spec, constants, slots)
     wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None, orders[i]) for i, value in enumerate(results) if value is not None]
     is_fresh = _returns_new_memory(target)
+    recipe = _recipe(target, spec, constants, slots, results, orders) if is_fresh else None
     if len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
-        return PythonCall(unique_name(title), title, functools.partial(_run_into, into, fill, orders[0]), allocates=True)
+        function = functools.partial(_run_into, into, fill, orders[0])
+        return PythonCall(unique_name(title), title, function, allocates=True, recipe=recipe)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = fill(tensors)
@@ -123,7 +161,32 @@ def make_call(
         mine = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return [_own(one, mine) for one in carried]
 
-    return PythonCall(unique_name(title), title, run)
+    return PythonCall(unique_name(title), title, run, recipe=recipe)
+
+
+def _recipe(target: Callable[..., Any], spec: Any, constants: list[Any], slots: list[Slot], results: list[Any], orders: list[Order]) -> Recipe | None:
+    leaves = list(constants)
+    for slot in slots:
+        if slot.position != _UNUSED:
+            leaves[slot.position] = slot
+    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
+    if sum(map(_slots_in, (*args, *kwargs.values()))) != sum(slot.position != _UNUSED for slot in slots):
+        return None
+    is_one = len(results) == 1
+    made = tuple((None if is_one else i, _dtype_as_it_is(value), orders[i]) for i, value in enumerate(results) if value is not None)
+    return Recipe(target, tuple(args), kwargs, tuple(slots), made)
+
+
+def _slots_in(argument: Any) -> int:
+    """How many there are, also in lists."""
+    return sum(map(_slots_in, argument)) if type(argument) is list else isinstance(argument, Slot)
+
+
+def _dtype_as_it_is(result: Any) -> torch.dtype | None:
+    """Of a tensor that is its own carrier if it is contiguous: with elements, of a dtype that ONNX has."""
+    if not isinstance(result, torch.Tensor) or result.dtype not in _AS_THEY_ARE:
+        return None
+    return result.dtype if all(isinstance(size, int) and size > 0 for size in result.shape) else None
 
 
 def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], order: Order, empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -136,7 +199,7 @@ def _given(tensor: torch.Tensor, order: Order) -> torch.Tensor:
     return to_carrier(tensor if order is None else tensor.permute(order))
 
 
-def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
+def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
     """Puts tensors into their slots among the constants: positional and named arguments.
 
     `tree_unflatten` walks over every leaf; it does so once where every slot is a positional argument of its own, and in each call where not.
@@ -146,7 +209,7 @@ def _filler(spec: Any, constants: list[Any], slots: list[_TensorSlot]) -> Callab
         if slot.position != _UNUSED:
             leaves[slot.position] = slot
     args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
-    places = [i for i, argument in enumerate(args) if isinstance(argument, _TensorSlot)]
+    places = [i for i, argument in enumerate(args) if isinstance(argument, Slot)]
     arrivals = [None if slot.is_plain else functools.partial(_arrive, slot) for slot in slots]
 
     def by_position(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -170,7 +233,7 @@ def _returns_new_memory(target: Any) -> bool:
 
     A schema does not tell: `aten::_conj_physical`, which has none of a view, returns a real argument itself.
     """
-    return str(target) in _CHOSEN_FOR_SPEED or target in _IN_THEIR_PLACE
+    return str(target) in _CHOSEN_FOR_SPEED or target in _IN_THEIR_PLACE or inspect.unwrap(target) in _FOR_DEVICES
 
 
 def ordered(target: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -198,11 +261,21 @@ def waited(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _arrive(slot: _TensorSlot, tensor: torch.Tensor) -> Any:
+def _arrive(slot: Slot, tensor: torch.Tensor) -> Any:
     if slot.dtype is None:
         return number_of(tensor)
-    value = from_carrier(tensor, slot.dtype)
-    return value if slot.order is None else value.permute(inverse(slot.order))
+    return arrived(tensor, slot.dtype, slot.order)
+
+
+def arrived(tensor: torch.Tensor, dtype: torch.dtype, order: Order) -> torch.Tensor:
+    """The tensor of which another is the carrier, whose dimensions come in this order."""
+    value = from_carrier(tensor, dtype)
+    return value if order is None else value.permute(inverse(order))
+
+
+def given(value: Any, dtype: torch.dtype | None, order: Order) -> torch.Tensor:
+    """The carrier of a result, also where it is a number or None."""
+    return _given(_as_tensor(value, dtype), order)
 
 
 def number_of(tensor: torch.Tensor) -> int | float | bool:
@@ -244,10 +317,10 @@ def write_python_op(
     given, orders = call_orders(target, values, fakes, results, on_cpu=op.builder.call_type == ATEN)
     values = [laid_out(op, value, order) for value, order in zip(values, given, strict=True)]
     dtypes = [like.dtype if isinstance(like, torch.Tensor) else None for like in fakes]
-    slots = [_TensorSlot(*one) for one in zip(places, dtypes, given, strict=True)]
+    slots = [Slot(*one) for one in zip(places, dtypes, given, strict=True)]
     if not values:  # a PythonOp has at least one input, and of nothing but constants ONNX Runtime would take one for all steps
         values.append(constant(op, 0, ir.DataType.INT64))
-        slots.append(_TensorSlot(_UNUSED, None))
+        slots.append(Slot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
     call = make_call(target, title, spec, constants, slots, results, orders)
     outputs = [_output_of(value) for value in results if value is not None]

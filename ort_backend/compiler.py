@@ -262,8 +262,9 @@ class _Compilation:
         """The graph behind the user's ONNX passes."""
         if not self.settings.onnx_passes:
             return lowered
+        before = len(lowered.model.graph)
         model = run_onnx_passes(self.settings.onnx_passes, lowered.model)
-        return dataclasses.replace(lowered, model=model, onnx_nodes=len(model.graph))
+        return dataclasses.replace(lowered, model=model, onnx_nodes=lowered.onnx_nodes + len(model.graph) - before)
 
     def _model(self, lowered: LoweredGraph) -> CompiledModel:
         with self._phase("session"):

@@ -67,6 +67,11 @@ class OrtTarget:
         return ATEN if self.aten_op else TRITON if self.triton_op else "PythonOp"
 
     @property
+    def merges_calls(self) -> bool:
+        """Whether calls of PyTorch that follow one another become one node (`merged_calls`)."""
+        return self.call_type == TRITON
+
+    @property
     def whole_graphs(self) -> bool:
         """Whether one session runs a whole graph, training included: what has no kernel runs inside it."""
         return self.training and self.python_op
