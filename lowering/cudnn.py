@@ -117,8 +117,9 @@ def _backward(
     x, y, dy = (one.flip(0) if reverse else one.contiguous() for one in (x, y, dy))
     states = [None if one is None else one.contiguous() for one in (h0, c0)]
     finals = dhn.contiguous(), None if dcn is None or c0 is None else dcn.contiguous()
+    wanted = [True, True, c0 is not None, True]  # it refuses to be asked for the gradient of cells that there are not
     dx, dh0, dc0, of_weights = aten._cudnn_rnn_backward.default(
-        x, weights, len(weights), packed, *states, y, dy, *finals, *_shape(mode, h0, True), reserve.clone(), [True] * 4
+        x, weights, len(weights), packed, *states, y, dy, *finals, *_shape(mode, h0, True), reserve.clone(), wanted
     )
     absent = x.new_empty(0)
     of_biases = of_weights[2:] if b_ih is not None else (absent, absent)

@@ -31,7 +31,8 @@ def _forward(x: Tensor, weights: Sequence[Tensor], stride: int, packed: None, hx
 def _backward(
     x: Tensor, weights: Sequence[Tensor], stride: int, packed: Tensor, hx: Tensor, cx: Tensor | None, y: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    grads, mode, reserve = rest[:3], rest[3], rest[-2]
+    grads, mode, reserve, wanted = rest[:3], rest[3], *rest[-2:]
+    assert wanted == [True, True, cx is not None, True]  # as the kernel asserts
     assert reserve.shape == (7,) and packed.numel() == sum(one.numel() for one in weights)
     with torch.enable_grad():
         leaves = [one.detach().requires_grad_() for one in (x, hx, *([] if cx is None else [cx]), *weights)]
