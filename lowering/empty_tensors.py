@@ -13,12 +13,14 @@ from ort_backend.lowering.symbolic import may_be_zero
 # Kernels that go wrong where nothing is, and the dimensions that count. ConvGrad and TopK divide by a number of elements, which ends the
 # process (1.19.2). Conv, as the gradient of a weight, does not write a sum over an empty batch (1.19.2 and 1.31.1).
 _REFUSED = {"Conv": slice(0, 1), "ConvGrad": slice(0, 1), "TopK": slice(None)}
-# On CUDA, reductions of nothing are errors, and cuDNN takes none of its tensors (1.19.2, seen on an H200).
+# On CUDA, reductions of nothing are errors, and cuDNN takes none of its tensors (1.19.2, seen on an H200 and an H100).
 _WHOLE = slice(None)
 _REFUSED_ON_DEVICE = {
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ArgMax", "ArgMin"), _WHOLE),
     **dict.fromkeys(("MaxPool", "AveragePool", "ConvTranspose", "BatchNormalization", "BatchNormInternal", "BatchNormalizationGrad"), _WHOLE),
     **dict.fromkeys(("Conv", "ConvGrad", "TopK", "Softmax", "LogSoftmax", "SoftmaxGrad_13"), _WHOLE),
+    # These start as many blocks as there are rows or elements, which CUDA refuses of none.
+    **dict.fromkeys(("LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad", "DropoutGrad"), _WHOLE),
 }
 
 

@@ -130,7 +130,7 @@ def adaptive_max_pool(op: Any, self: ir.Value, output_size: Sequence[int]) -> Se
     cells = _equal_cells(self, output_size)
     if cells is not None:
         kernel = cells[1::2]
-        return max_pool(op, self, len(kernel), {"kernel_shape": kernel, "strides": kernel})
+        return max_pool(op, self, len(kernel), {"kernel_shape": kernel, "strides": kernel, "pads": [0] * 2 * len(kernel)})
     totals = [size(self, at) for at in range(rank(self) - len(output_size), rank(self))]
     if any(total is None for total in totals):
         raise Unsupported("maxima of windows of unknown size")

@@ -15,6 +15,8 @@ from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.runtime import capabilities
 
+aten = torch.ops.aten
+
 
 @pytest.fixture(autouse=True)
 def _for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,11 +48,33 @@ def test_poolings_padded_otherwise_behind_are_pytorchs(pool: Any) -> None:
         _lower(lambda x: pool(x, 3, 2, 1, ceil_mode=True), x)
 
 
-@pytest.mark.parametrize("function", [lambda x: x.sum(0), lambda x: x.softmax(-1), lambda x: x.amax(1)], ids=["sum", "softmax", "amax"])
-def test_reductions_of_nothing_are_pytorchs(function: Any) -> None:
-    _lower(function, torch.randn(2, 3))
+def test_poolings_to_a_size_have_no_padding() -> None:
+    assert "MaxPool" in _lower(lambda x: F.adaptive_max_pool2d(x, 2), torch.randn(2, 3, 4, 6))
+
+
+OF_NOTHING: dict[str, Any] = {
+    "sum": lambda x: x.sum(0),
+    "softmax": lambda x: x.softmax(-1),
+    "amax": lambda x: x.amax(1),
+    "layer_norm": lambda x: aten.native_layer_norm_backward(x, x, [3], x[:, :1], x[:, :1], x.new_ones(3), x.new_ones(3), [True, True, True]),
+}
+
+
+@pytest.mark.parametrize("name", OF_NOTHING)
+def test_kernels_that_fail_on_nothing_are_pytorchs(name: str) -> None:
+    if name == "layer_norm" and not capabilities.has_training():
+        pytest.skip("the kernel is of onnxruntime-training")
+    _lower(OF_NOTHING[name], torch.randn(2, 3))
     with pytest.raises(NotOnOrt, match="is not for a tensor without elements"):
-        _lower(function, torch.randn(0, 3))
+        _lower(OF_NOTHING[name], torch.randn(0, 3))
+
+
+def test_dropout_of_nothing_has_another_kernel() -> None:
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return aten.native_dropout_backward(x, x > 0, 2.0)
+
+    assert ("DropoutGrad" in _lower(dropped, torch.randn(2, 3))) is capabilities.has_training()
+    assert "DropoutGrad" not in _lower(dropped, torch.randn(0, 3))
 
 
 def test_the_graph_tells_what_it_is_for() -> None:
