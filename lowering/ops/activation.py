@@ -144,6 +144,13 @@ def sigmoid_to_the_end(op, self):
     return op.Reciprocal(op.Add(op.Exp(op.Neg(self)), 1.0))
 
 
+@register(aten.sigmoid.default, device="cuda", promote="output")
+def sigmoid_on_device(op, self):
+    """sigmoid(Tensor self) -> Tensor"""
+    # That of CUDA takes the part on the left of 0 from 1 (`_Sigmoid`, read in 1.19.2): as little is left. In half precision that may be its rounding.
+    return sigmoid_to_the_end(op, self) if self.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE) else op.Sigmoid(self)
+
+
 @register(aten.sigmoid_backward.default, requires=("com.microsoft::SigmoidGrad",), promote="output")
 def sigmoid_backward_fused(op, grad_output, output):
     """sigmoid_backward(Tensor grad_output, Tensor output) -> Tensor"""

@@ -12,7 +12,7 @@ import torch
 from ort_backend.lowering.axes import axis, length, may_be_zero, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.dtypes import to_ir
-from ort_backend.lowering.microsoft import microsoft
+from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.loss import RowGradient
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import reshape
@@ -40,10 +40,19 @@ def _merged(op: Any, kernel: Callable[..., ir.Value], x: ir.Value, dim: int) -> 
     return reshape(op, kernel(merged, axis=at), sizes)
 
 
+def _softmax(op: Any, x: ir.Value, dim: int) -> ir.Value:
+    """In float64 on a device by primitives: the kernel there takes its exponentials in float32 (1.19.2, seen on an H100)."""
+    if x.dtype != ir.DataType.DOUBLE or op.builder.device_type == "cpu":
+        return _merged(op, op.Softmax, x, dim)
+    at = int64s(op, [dim])
+    powers = op.Exp(op.Sub(x, op.ReduceMax(x, at, keepdims=1)))
+    return op.Div(powers, op.ReduceSum(powers, at, keepdims=1))
+
+
 @register(aten._softmax.default, promote="output")
 def softmax(op, self, dim, half_to_float):
     """_softmax(Tensor self, int dim, bool half_to_float) -> Tensor"""
-    return _along(op, lambda x: _merged(op, op.Softmax, x, dim), self)
+    return _along(op, lambda x: _softmax(op, x, dim), self)
 
 
 @register(aten._softmax_backward_data.default, requires=("com.microsoft::SoftmaxGrad_13",))
@@ -114,6 +123,6 @@ def safe_softmax(op, self, dim, dtype=None):
         assert x.dtype is not None
         alive = op.Cast(op.Greater(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), scalar_like(op, -np.inf, x)), to=x.dtype)
         lowest = constant(op, float(np.finfo(x.dtype.numpy()).min), x.dtype)
-        return op.Mul(op.Softmax(op.Max(x, lowest), axis=dim), alive)
+        return op.Mul(_softmax(op, typed(op.Max(x, lowest), x.dtype, x.shape), dim), alive)
 
     return _along(op, write, self)

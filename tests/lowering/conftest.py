@@ -21,7 +21,11 @@ from ort_backend.runtime import capabilities
 from ort_backend.runtime.session import Program, Session, SessionConfig
 
 tree_leaves = torch.utils._pytree.tree_leaves
-_PROVIDER = "CUDAExecutionProvider" if torch.get_default_device().type == "cuda" else "CPUExecutionProvider"
+
+
+def _provider() -> str:
+    """Asked when a test runs: pytest may import this file before `--device` has set PyTorch's default device."""
+    return "CUDAExecutionProvider" if torch.get_default_device().type == "cuda" else "CPUExecutionProvider"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,8 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
     with enable_python_dispatcher():
         traced = make_fx(functional, decomposition_table=table(), tracing_mode="fake")(*_fakes(inputs, inputs if also is None else also))
     traced.graph.eliminate_dead_code()
-    target = dataclasses.replace(capabilities.target(_PROVIDER, 18), python_op=False)
+    provider = _provider()
+    target = dataclasses.replace(capabilities.target(provider, 18), python_op=False)
     if not contrib:
         target = dataclasses.replace(target, contrib_ops=frozenset())
     lowering = GraphLowering(target, "test")
@@ -90,7 +95,7 @@ def lower(function: Callable[..., Any], inputs: tuple[Any, ...], *, also: tuple[
             lowering.add_output(value)
             names.append(str(value.name))
         model = lowering.finish().model
-    return Lowered(traced.graph, model, Session(Program.of(model, _PROVIDER), SessionConfig(provider=_PROVIDER), {}), names)
+    return Lowered(traced.graph, model, Session(Program.of(model, provider), SessionConfig(provider=provider), {}), names)
 
 
 def compare(actual: Any, expected: Any, rtol: float, atol: float) -> None:

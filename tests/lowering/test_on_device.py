@@ -52,6 +52,18 @@ def test_poolings_to_a_size_have_no_padding() -> None:
     assert "MaxPool" in _lower(lambda x: F.adaptive_max_pool2d(x, 2), torch.randn(2, 3, 4, 6))
 
 
+def test_sigmoids_keep_their_tail() -> None:
+    """The provider's kernel is 0 where a logarithm of it must not be infinite."""
+    assert "Sigmoid" not in _lower(torch.sigmoid, torch.randn(2, 3))
+    assert "Sigmoid" in _lower(torch.sigmoid, torch.randn(2, 3).half())
+
+
+@pytest.mark.parametrize("function", [lambda x: x.softmax(1), lambda x: aten._safe_softmax(x, 1)], ids=["softmax", "attention"])
+def test_softmax_of_float64_is_of_float64(function: Any) -> None:
+    assert "Softmax" in _lower(function, torch.randn(2, 3))
+    assert "Softmax" not in _lower(function, torch.randn(2, 3).double())
+
+
 OF_NOTHING: dict[str, Any] = {
     "sum": lambda x: x.sum(0),
     "softmax": lambda x: x.softmax(-1),
