@@ -124,9 +124,13 @@ def ddp():
     train(torch.compile(model, backend="ort_training"), eager, 10 * rank)
     assert sum(graph.functions for graph in ort_backend.report().graphs) == 2
 
-def fsdp():
+def fsdp_on_cuda():
+    fsdp("cuda")
+
+def fsdp(device="cpu"):
     # Behind the forward of a block FSDP frees its parameters, and gathers them again for its backward.
     from torch.distributed.fsdp import fully_shard
+    mesh = dist.init_device_mesh(device, (2,))
     found = []
     for compiled in (True, False):
         torch.manual_seed(0)
@@ -134,13 +138,13 @@ def fsdp():
         for block in model:
             if compiled:
                 block.compile(backend="ort_training")
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             torch.manual_seed(10 * step + rank)
-            loss = model(torch.randn(4, 64)).square().mean()
-            other = [torch.full((3, 64), float("nan")) for _ in range(20)]
+            loss = model(torch.randn(4, 64, device=device)).square().mean()
+            other = [torch.full((3, 64), float("nan"), device=device) for _ in range(20)]
             loss.backward()
             found.append((loss.detach(), [p.grad.full_tensor() for p in model.parameters()]))
             optimizer.step()
@@ -162,12 +166,15 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("how", ["tensor_parallel", "ddp", "fsdp", "unknown_shapes", "in_the_graph"])
+@pytest.mark.parametrize(
+    "how", ["tensor_parallel", "ddp", "fsdp", pytest.param("fsdp_on_cuda", marks=pytest.mark.cuda), "unknown_shapes", "in_the_graph"]
+)
 def test_two_processes(how: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    shared["PYTHONFAULTHANDLER"] = "1"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, how], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

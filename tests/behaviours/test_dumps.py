@@ -27,6 +27,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3)
+        self.linear.bias.requires_grad_(False)  # in front of the norm its gradient is nothing but rounding
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(self.norm(self.linear(x))) * torch.tensor([1.0, 2.0, 3.0, 4.0])

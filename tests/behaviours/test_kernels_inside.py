@@ -12,7 +12,7 @@ import pytest
 import torch
 from behaviours.check import compiled, on_ort, same_tree, single_session
 from behaviours.operators import BOTH, Cubed, cube
-from default_device import on_this_thread
+from default_device import DEVICE, on_this_thread
 from torch_version import THREADS_CRASH
 
 from ort_backend.runtime import capabilities
@@ -80,7 +80,7 @@ def test_a_compiled_function_runs_inside_on_onnx_runtime(during: list[Callable[[
     x = torch.rand(5)
     with on_ort(graphs=None, python_ops=None) as ran:
         inner, outer = compiled(lambda x: cube(x) * 2), compiled(lambda x: meeting(x) * 3)
-        during.append(lambda: found.append(inner(torch.full((5,), 2.0))))
+        during.append(lambda: found.append(inner(torch.full((5,), 2.0, device=DEVICE))))
         for _ in range(3):
             torch.testing.assert_close(outer(x), (x + 1) * 3)
     same_tree(found, [torch.full((5,), 16.0)] * 3)

@@ -174,6 +174,7 @@ class _Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2))
 
 
+@pytest.mark.cpu_only(reason="the operator of its attention")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_attention_takes_projections_as_they_are(graphs: list[ir.Graph], copies: list[torch.Size], dynamic: bool) -> None:
     """Forward and backward, with as many rows as PyTorch computes attention for."""

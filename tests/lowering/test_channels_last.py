@@ -155,7 +155,9 @@ def test_any_number_of_images(written: list[int], name: str) -> None:
     torch.manual_seed(0)
     module = make()
     other = copy.deepcopy(module)
-    with on_ort(graphs=1):
+    # Of tokens there may be none, which PyTorch's kernels for CUDA take.
+    of_none = [] if ON_CPU or name != "tokens" else ["aten::convolution", "aten::convolution_backward", "aten::sum.dim_IntList"]
+    with on_ort(graphs=1, python_ops=of_none):
         call = compiled(module, dynamic=True)
         for images in (4, 3, 6):
             x, y = (torch.randn(images, *shape, generator=seeded(1)).requires_grad_() for _ in range(2))

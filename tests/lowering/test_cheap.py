@@ -15,6 +15,8 @@ from torch import nn
 import ort_backend
 import ort_backend.graph_report
 
+pytestmark = pytest.mark.cpu_only(reason="on a device nothing is computed again unasked")
+
 ROWS, WIDTH = 512, 128
 _ACTIVATION = ROWS * WIDTH * 4  # bytes
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import single_session
+from default_device import ON_CPU
 from torch import randint, randn
 from torch.nn import functional as F
 
@@ -51,7 +52,8 @@ def test_it_is_fused(fused: list[int], reduction: str, weighted: bool, size: tup
     target = randint(0, 5, () if len(size) == 1 else (size[0], *size[2:]))
     _same_as_eager(lambda x, y: F.cross_entropy(x * 2, y, weight, reduction=reduction), randn(size), target)
     assert fused == [1]
-    assert ort_backend.report().graphs[-1].python_ops == 0
+    outside = ort_backend.report().graphs[-1].outside
+    assert all(one.is_choice and not ON_CPU for one in outside)  # of a loss PyTorch's kernel for CUDA is one, ONNX Runtime's are many
 
 
 @single_session

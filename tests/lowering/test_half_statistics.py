@@ -11,6 +11,8 @@ import torch
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.runtime import capabilities
 
+pytestmark = pytest.mark.cpu_only(reason="its kernels stand for those of a device")
+
 aten = torch.ops.aten
 Lower = Callable[..., Callable[..., list[torch.Tensor]]]
 

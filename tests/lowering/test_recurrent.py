@@ -61,6 +61,11 @@ def _same(model: nn.Module, x: torch.Tensor, states: list[torch.Tensor], options
     return ort_backend.report().graphs[-1]
 
 
+def _is_in_the_graph(graph: Any) -> bool:
+    """Whether ONNX Runtime runs the layers of a graph; on a device PyTorch's kernels are taken for them."""
+    return not graph.outside if ON_CPU else all(one.is_choice for one in graph.outside)
+
+
 def _made(kind: str, given: dict[str, Any], initial: bool, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
     if given.get("dropout") and not ON_CPU:
         pytest.skip("cuDNN, by which eager PyTorch runs all layers at once, draws by itself")
@@ -78,7 +83,7 @@ def test_scans_equal_eager(kind: str, given: dict[str, Any], initial: bool) -> N
     if "dropout" in given and not ON_CPU:
         pytest.skip("cuDNN draws what it drops from a generator of its own")
     graph = _same(*_made(kind, given, initial), SCANS)
-    assert graph.python_ops == 0 and graph.onnx_nodes > 0
+    assert _is_in_the_graph(graph) and graph.onnx_nodes > 0
 
 
 @pytest.mark.cpu_only(reason="oneDNN's kernels")
@@ -117,9 +122,9 @@ def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_other_dtypes(kind: str) -> None:
-    assert _same(*_made(kind, {}, True, torch.float64), tolerance=1e-9).python_ops == 0
+    assert _is_in_the_graph(_same(*_made(kind, {}, True, torch.float64), tolerance=1e-9))
     torch._dynamo.reset()
-    assert _same(*_made(kind, {}, True, torch.bfloat16), tolerance=0.1).python_ops == 0
+    assert _is_in_the_graph(_same(*_made(kind, {}, True, torch.bfloat16), tolerance=0.1))
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
@@ -190,7 +195,7 @@ def test_weights_that_are_computed() -> None:
         def forward(self, x: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return torch.gru(x, h, [self.weight_ih * 0.5, self.weight_hh * 0.5], False, 1, 0.0, True, False, False)
 
-    assert _same(Scaled(), torch.randn(5, 3, 4), [torch.randn(1, 3, 4)]).python_ops == 0
+    assert _is_in_the_graph(_same(Scaled(), torch.randn(5, 3, 4), [torch.randn(1, 3, 4)]))
 
 
 @pytest.mark.parametrize("options", [{}, SCANS])
@@ -247,4 +252,4 @@ def test_operators_in_mixed_precision(kind: str, gates: int, reverse: bool) -> N
         expected = run(gx.bfloat16())
     assert [one.dtype for one in found] == [one.dtype for one in expected]
     for one, exact in zip(found, wanted, strict=True):
-        assert (one - exact).norm() <= 2e-2 * exact.norm()
+        assert (one - exact).norm() <= (2e-2 if ON_CPU else 3e-2) * exact.norm()  # cuBLAS adds up otherwise
