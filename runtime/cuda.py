@@ -31,6 +31,13 @@ def device(index: int) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(index) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
+def finish(index: int) -> None:
+    """Waits for a device before a session ends: what it has put behind its kernels may use the session's memory (`late_frees`)."""
+    with contextlib.suppress(RuntimeError):  # the device has failed, and whoever uses it next hears of that
+        if not torch.cuda.is_current_stream_capturing():  # then nobody may wait
+            torch.cuda.synchronize(index)
+
+
 @dataclasses.dataclass(frozen=True)
 class Numerics:
     """What PyTorch's flags say about CUDA kernels.

@@ -22,6 +22,7 @@ from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
+from ort_backend.runtime.late_frees import frees_late
 from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running, take_error
 from ort_backend.runtime.result_memory import memory
 from ort_backend.runtime.triton_op import TritonRegistration
@@ -126,6 +127,7 @@ class Program:
         lines: The user's line for each node by name.
         disabled: ONNX Runtime's graph optimizers that would break it.
         can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
+        frees_late: Whether a run on CUDA must be waited for, see `late_frees`.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Program:
     lines: Mapping[str | None, str | None]
     disabled: tuple[str, ...]
     can_be_captured: bool
+    frees_late: bool
 
     @classmethod
     def of(cls, model: ir.Model, provider: str = CPU_PROVIDER) -> Program:
@@ -156,6 +159,7 @@ class Program:
             lines={node.name: node.metadata_props.get("stack_trace") for node in model.graph},
             disabled=tuple(disabled),
             can_be_captured=_can_be_captured(model),
+            frees_late=provider == cuda.PROVIDER and frees_late(model),
         )
 
     def renamed(self, name: str, functions: Mapping[str, str]) -> Program:
@@ -277,14 +281,15 @@ class Session:
         torch.cuda.current_stream(self._config.device).synchronize()
 
     def run_options(self, devices: Sequence[torch.device], *, capture: int = -1) -> ort.RunOptions:
-        """ONNX Runtime's options of a run with results on `devices`: the host waits for the device only where some are on the CPU.
+        """ONNX Runtime's options of a run with results on `devices`: the host waits for the device only where some are on the CPU, or memory is
+        freed late.
 
         The first run with an id as `capture` is captured under it, the next ones replay that.
         """
         options = ort.RunOptions()
         if self.captures:
             options.add_run_config_entry("gpu_graph_id", str(capture))
-        if self.on_cuda and not self.reads_on_host(devices):
+        if self.on_cuda and not self.reads_on_host(devices) and (self.captures or not self._program.frees_late):
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         return options
 
@@ -303,6 +308,8 @@ class Session:
     def close(self) -> None:
         """Gives the session's memory back, once nothing that it made is in use."""
         if self._open is not None:
+            if self.on_cuda:
+                cuda.finish(self._config.device)
             with self._on_its_device():
                 self._open = None
             if self._config.provider == CPU_PROVIDER:

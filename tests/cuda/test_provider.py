@@ -108,13 +108,14 @@ def test_sessions_are_made_and_ended_on_their_device(monkeypatch: pytest.MonkeyP
             seen.append(("ended", current[0]))
 
     monkeypatch.setattr(cuda, "device", device)
+    monkeypatch.setattr(cuda, "finish", lambda index: seen.append(("waited for", index)))
     monkeypatch.setattr("onnxruntime.InferenceSession", Made)
     capabilities.check_provider.__wrapped__(cuda.PROVIDER, 1)
     assert seen == [("made", 1), ("ended", 1)]
     one = Session.__new__(Session)
     one.on_cuda, one._config, one._open = True, SessionConfig(provider=cuda.PROVIDER, device=2), Made()  # type: ignore[assignment]
     one.close()
-    assert seen[2:] == [("made", 0), ("ended", 2)]
+    assert seen[2:] == [("made", 0), ("waited for", 2), ("ended", 2)]
 
 
 @pytest.fixture
