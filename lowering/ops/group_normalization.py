@@ -48,7 +48,7 @@ def native_group_norm(op, input, weight, bias, N, C, HxW, group, eps):
     (Tensor, Tensor, Tensor)
     """
     grouped = _grouped(op, input, N, group)
-    if needs_primitives(grouped, 1):
+    if needs_primitives(op, grouped, 1):
         weight, bias = as_single(op, weight, bias)
         out, mean, rstd = layer_norm_by_primitives(op, grouped, 1, None, None, eps)
     else:

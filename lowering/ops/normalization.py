@@ -74,10 +74,14 @@ def refuse_single(sizes: Sequence[Any]) -> None:
 _LONG = 32768
 
 
-def needs_primitives(input: ir.Value, dims: int) -> bool:
-    """Whether rows, of so many last dimensions, are too precise or too long for LayerNormalization: its mean and deviation are sums in float32."""
+def needs_primitives(op: Any, input: ir.Value, dims: int) -> bool:
+    """Whether rows, of so many last dimensions, are too precise or too long for LayerNormalization, whose mean and deviation are sums in float32.
+
+    Or are single elements, which its kernel for CUDA refuses as it runs (1.19.2).
+    """
     sizes = [size for size in input.shape[-dims:] if isinstance(size, int)]  # type: ignore[index]
-    return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= _LONG
+    is_single = len(sizes) == dims and math.prod(sizes) == 1
+    return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= _LONG or (is_single and op.builder.device_type != "cpu")
 
 
 # -- layer norm
@@ -87,7 +91,7 @@ def needs_primitives(input: ir.Value, dims: int) -> bool:
 def native_layer_norm(op, input, normalized_shape, weight, bias, eps):
     """native_layer_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"""
     dims = len(normalized_shape)
-    if needs_primitives(input, dims):
+    if needs_primitives(op, input, dims):
         return layer_norm_by_primitives(op, input, dims, weight, bias, eps)
     weight = filled(op, 1.0, normalized_shape, input) if weight is None else weight
     inputs = (input, weight) if bias is None else (input, weight, bias)

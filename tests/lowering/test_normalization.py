@@ -166,7 +166,7 @@ def test_weight_norm(check: Callable, dim: int) -> None:
 @contrib
 @pytest.mark.parametrize("shape", [(64, 8), (33, 5, 1, 1), (2, 3)], ids=str)
 def test_batch_norm_of_vectors_is_made_of_primitives(check: Callable, contrib: bool, shape: tuple[int, ...]) -> None:
-    """ONNX Runtime's kernels take ten times as long for planes of one element."""
+    """ONNX Runtime's kernels for the CPU take ten times as long for planes of one element."""
 
     def both(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out, saved, rstd, *running = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, 0.1, 1e-5)
@@ -177,7 +177,7 @@ def test_batch_norm_of_vectors_is_made_of_primitives(check: Callable, contrib: b
     size = shape[1]
     vectors = randn(size), randn(size), randn(size), torch.rand(size) + 0.1
     lowered = check(both, randn(shape), randn(shape), *vectors, contrib=contrib)
-    assert not any("BatchNorm" in node.op_type for node in lowered.model.graph)
+    assert any("BatchNorm" in node.op_type for node in lowered.model.graph) == (contrib and not ON_CPU)
 
 
 @pytest.mark.parametrize("shape", [(512, 96), (3, 7)], ids=str)

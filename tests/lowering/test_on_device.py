@@ -64,6 +64,12 @@ def test_softmax_of_float64_is_of_float64(function: Any) -> None:
     assert "Softmax" not in _lower(function, torch.randn(2, 3).double())
 
 
+def test_norms_of_single_elements_are_made_of_primitives() -> None:
+    for norm in (lambda x: F.layer_norm(x, (1,)), lambda x: F.group_norm(x, 2)):
+        assert "LayerNormalization" not in _lower(norm, torch.randn(3, 2, 1))
+    assert "LayerNormalization" in _lower(lambda x: F.layer_norm(x, (2, 1)), torch.randn(3, 2, 1))
+
+
 OF_NOTHING: dict[str, Any] = {
     "sum": lambda x: x.sum(0),
     "softmax": lambda x: x.softmax(-1),
