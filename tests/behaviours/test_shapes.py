@@ -121,7 +121,8 @@ def test_an_empty_batch(dynamic: bool | None) -> None:
             hidden = self.linear(x).relu()
             return hidden, hidden.sum(), hidden.softmax(-1), F.layer_norm(hidden, (4,)), torch.cat([hidden, hidden])
 
-    same_as_eager(Model(), call(tensor(0, 3)), call(tensor(5, 3)), call(tensor(0, 3)), graphs=2, repeat=1, dynamic=dynamic)
+    in_pytorch = () if ON_CPU else None  # on a device what sums or normalizes nothing
+    same_as_eager(Model(), call(tensor(0, 3)), call(tensor(5, 3)), call(tensor(0, 3)), graphs=2, repeat=1, dynamic=dynamic, python_ops=in_pytorch)
 
 
 ON_NO_PICTURE = {
