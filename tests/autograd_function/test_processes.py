@@ -132,7 +132,7 @@ def fsdp(device="cpu"):
     from torch.distributed.fsdp import fully_shard
     mesh = dist.init_device_mesh(device, (2,))
     found = []
-    for compiled in (True, False):
+    for compiled in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(Parallel(None, seed, 64) for seed in range(2)))
         for block in model:
@@ -143,6 +143,7 @@ def fsdp(device="cpu"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             torch.manual_seed(10 * step + rank)
+            print("compiled" if compiled else "eager", step, flush=True)  # for what comes behind it, if the process ends
             loss = model(torch.randn(4, 64, device=device)).square().mean()
             other = [torch.full((3, 64), float("nan"), device=device) for _ in range(20)]
             loss.backward()
