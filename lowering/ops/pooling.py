@@ -75,12 +75,17 @@ def _unbatched(op: Any, result: ir.Value, tensor: ir.Value, spatial: int) -> ir.
 
 
 def _refuse_on_device(op: Any, window: dict[str, Any], spatial: int) -> None:
-    """cuDNN's poolings are padded behind as in front: those of 1.19.2 take what an ONNX node says of the front (wrong averages, seen on an H200).
+    """cuDNN's poolings are padded behind as in front, and have no gaps: those of 1.19.2 take what an ONNX node says of the front, and do not see
+    that a window is dilated (wrong averages, seen on an H200; wrong maxima, on an H100).
 
     Raises:
-        Unsupported: on a CUDA device, where a window is padded otherwise.
+        Unsupported: on a CUDA device, where a window is padded otherwise, or dilated.
     """
-    if op.builder.device_type != "cpu" and ("ceil_mode" in window or window["pads"][:spatial] != window["pads"][spatial:]):
+    if op.builder.device_type == "cpu":
+        return
+    if any(gap != 1 for gap in window.get("dilations", ())):
+        raise Unsupported("a dilated window, on a device")
+    if "ceil_mode" in window or window["pads"][:spatial] != window["pads"][spatial:]:
         raise Unsupported("more padding behind than in front, on a device")
 
 

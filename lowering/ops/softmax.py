@@ -112,6 +112,16 @@ def log_softmax_backward(op, grad_output, output, dim, input_dtype):
     return _along(op, write, grad_output, output)
 
 
+def _is_above_infinity(op: Any, x: ir.Value, dim: int) -> ir.Value:
+    """1 for rows of which a number is not -inf, else 0. Of nothing but -inf CUDA's ReduceMax makes the least finite number (1.19.2, an H100)."""
+    lowest = scalar_like(op, -np.inf, x)
+    if op.builder.device_type == "cpu":
+        return op.Cast(op.Greater(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), lowest), to=x.dtype)
+    assert x.dtype is not None
+    above = typed(op.Cast(op.Greater(x, lowest), to=x.dtype), x.dtype, x.shape)
+    return op.ReduceMax(above, int64s(op, [dim]), keepdims=1)
+
+
 @register(aten._safe_softmax.default)
 def safe_softmax(op, self, dim, dtype=None):
     """_safe_softmax(Tensor self, int dim, ScalarType? dtype=None) -> Tensor"""
@@ -121,7 +131,7 @@ def safe_softmax(op, self, dim, dtype=None):
     def write(x: ir.Value) -> ir.Value:
         # A row of -inf becomes one of equal finite numbers, and then 0. Where over the whole tensor would take far longer.
         assert x.dtype is not None
-        alive = op.Cast(op.Greater(op.ReduceMax(x, int64s(op, [dim]), keepdims=1), scalar_like(op, -np.inf, x)), to=x.dtype)
+        alive = _is_above_infinity(op, x, dim)
         lowest = constant(op, float(np.finfo(x.dtype.numpy()).min), x.dtype)
         return op.Mul(_softmax(op, typed(op.Max(x, lowest), x.dtype, x.shape), dim), alive)
 

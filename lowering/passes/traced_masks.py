@@ -27,13 +27,14 @@ _MOST_ELEMENTS = 1 << 24
 
 _FUNCTIONS = {
     torch.arange, torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.where, torch.logical_and, torch.logical_or, torch.logical_not,
-    torch.ge, torch.le, torch.gt, torch.lt, torch.eq, torch.ne, torch.unsqueeze, torch.add, torch.sub, torch.mul,
+    torch.ge, torch.le, torch.gt, torch.lt, torch.eq, torch.ne, torch.unsqueeze, torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum,
     operator.add, operator.sub, operator.mul, operator.ge, operator.le, operator.gt, operator.lt, operator.eq, operator.ne, operator.and_,
     operator.or_, operator.invert, operator.neg, operator.getitem,
 }  # fmt: skip
 _METHODS = {
     "expand", "unsqueeze", "view", "reshape", "bool", "to", "tril", "triu", "logical_not", "logical_and", "logical_or", "clone", "contiguous",
     "ge", "le", "gt", "lt", "add", "sub", "mul", "float", "transpose", "permute", "squeeze", "masked_fill", "type", "new_ones", "new_zeros", "repeat",
+    "diff", "cumsum",
 }  # fmt: skip
 
 

@@ -135,7 +135,7 @@ def _sizes(value: ir.Value) -> list[int]:
 
 
 def _randn(*sizes: int) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(len(sizes)))
+    return torch.randn(*sizes, generator=torch.Generator("cpu").manual_seed(len(sizes)), device="cpu")
 
 
 def test_a_perceptron() -> None:
@@ -235,7 +235,7 @@ def test_numbers_and_truth() -> None:
 
 def _block(made: Graph, x: ir.Value, *, channels: int, groups: int = 1) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
     w = made.input(_randn(channels, _sizes(x)[1] // groups, 3, 3))
-    scale, shift, mean, var = (made.input(torch.rand(channels) + 0.5) for _ in range(4))
+    scale, shift, mean, var = (made.input(torch.rand(channels, device="cpu") + 0.5) for _ in range(4))
     settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
     convolved = made.call(aten.convolution.default, x, w, None, *settings)
     normal, *statistics = made.call(aten._native_batch_norm_legit_functional.default, convolved, scale, shift, mean, var, True, 0.1, 1e-5)

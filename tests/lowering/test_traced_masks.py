@@ -28,6 +28,17 @@ def _causal(x: Tensor) -> Tensor:
     return numbers[None, :] <= numbers[:, None]
 
 
+def _of_a_decoder(x: Tensor) -> Tensor:
+    """As transformers 5.17 writes the mask of a decoder: causal, within each of the sequences that are packed into a row, as their positions tell."""
+    positions = (torch.arange(x.shape[2], device=x.device) + 0)[None]
+    packed = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    batch = torch.arange(1, device=x.device)[:, None, None, None]
+    numbers = torch.arange(x.shape[2], device=x.device)
+    queries, keys = numbers[None, None, :, None], numbers[None, None, None, :]
+    mask = queries.new_ones((), dtype=torch.bool) & (packed[batch, queries] == packed[batch, keys]) & (keys <= queries)
+    return mask.expand(x.shape[0], -1, x.shape[2], x.shape[2])
+
+
 def _causal_to_add(x: Tensor) -> Tensor:
     return torch.zeros(L, L).masked_fill(torch.ones(L, L).tril().logical_not(), float("-inf"))
 
@@ -55,7 +66,8 @@ def _compiled(function: Callable[..., Any], *args: Tensor, device: str = DEVICE,
 
 
 @pytest.mark.parametrize(
-    ("mask", "causal"), [(_written_by_transformers, False), (_causal, True), (_causal_to_add, True), (lambda x: torch.zeros(L, L), False)]
+    ("mask", "causal"),
+    [(_written_by_transformers, False), (_causal, True), (_of_a_decoder, True), (_causal_to_add, True), (lambda x: torch.zeros(L, L), False)],
 )
 def test_masks_are_left_out(mask: Callable[[Tensor], Tensor], causal: bool) -> None:
     for call in (
