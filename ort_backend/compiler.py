@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 # What a warning has said already: (operator, reason).
 _warned: set[tuple[str, str]] = set()
+# Sessions of one graph that are captured as CUDA graphs, at most: the host waits for each of them. A step of GPT-2 small, in 26,
+# took 64 ms on an H100, and 26 in one session that is not captured (2026-11).
+_MANY_CAPTURES = 4
 
 
 def ort_training(
@@ -303,6 +306,12 @@ class _Compilation:
             *(self._inlined, self._passes(), self._captured, self._from_cache),
         )
         log.info("%s", made.summary())
+        if self._captured > _MANY_CAPTURES and self._is_first_warning("cuda_graphs"):
+            operators = ", ".join(sorted({one.operator for one in made.outside}))
+            log.warning(
+                "cuda_graphs: %s is in %d sessions, between calls of PyTorch (%s), and the host waits for each: it may be faster without the option",
+                *(self.name, made.sessions, operators),
+            )
         place = "inside the ONNX Runtime session (" if self.target.whole_graphs else "between ONNX Runtime sessions ("
         for one in made.outside:
             if not one.is_choice and (one.operator, one.reason) not in _warned:
@@ -312,6 +321,13 @@ class _Compilation:
                     *(one.operator, place, one.count, self.name, one.reason, f". First at {one.where}" if one.where else ""),
                 )
         return made
+
+    def _is_first_warning(self, option: str) -> bool:
+        """Whether a warning about this function is the first one."""
+        if (why := (self._compilation.function, option)) in _warned:
+            return False
+        _warned.add(why)
+        return True
 
     def _passes(self) -> tuple[str, ...]:
         return tuple(name_of(one) for one in (*self.settings.fx_passes, *self.settings.onnx_passes))

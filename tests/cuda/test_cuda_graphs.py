@@ -186,3 +186,17 @@ def test_the_providers_own_option_is_an_error_that_names_ours(value: object) -> 
     options = {"provider_options": {"enable_cuda_graph": value}}
     with pytest.raises(Exception, match="cuda_graphs"):
         torch.compile(nn.Linear(2, 2), backend="ort_training", options=options)(torch.randn(3, 2))
+
+
+def test_many_sessions_are_warned_of(captures: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(6):
+            product = (x @ x) @ (x + x.T)
+            x = torch.linalg.matrix_exp(nn.functional.layer_norm(product, (8,)).softmax(-1) @ product)  # which stays in PyTorch
+        return x
+
+    compiler._warned.clear()
+    with caplog.at_level(logging.WARNING, "ort_backend"):
+        torch.compile(function, backend="ort_training", options=CAPTURED)(torch.rand(8, 8))
+    (warning,) = [record.message for record in caplog.records if record.message.startswith("cuda_graphs:")]
+    assert "sessions" in warning and "aten::linalg_matrix_exp" in warning
