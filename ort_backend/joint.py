@@ -32,6 +32,7 @@ from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
+from ort_backend.lowering.passes.rms_norms import fuse_rms_norms
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
@@ -78,6 +79,7 @@ def lower_joint(
     """
     graph = module.graph
     _simplify(graph, target)
+    fuse_rms_norms(graph, target)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
     split_input_gradients(graph, target)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.constants import constant, int64s, scalar_like
-from ort_backend.lowering.microsoft import microsoft
+from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -108,6 +108,36 @@ def layer_norm_by_primitives(op: Any, input: ir.Value, dims: int, weight: ir.Val
     out = op.Mul(centred, rstd)
     out = out if weight is None else op.Mul(out, weight)
     return [out if bias is None else op.Add(out, bias), mean, rstd]
+
+
+# -- root mean square norm
+
+
+@register(aten._fused_rms_norm.default, requires=("com.microsoft::SimplifiedLayerNormalizationGrad",))
+def fused_rms_norm(op, input, normalized_shape, weight, eps):
+    """_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"""
+    _refuse_other_rms_norms(op, input, normalized_shape, weight, eps)
+    normal, root = op.SimplifiedLayerNormalization(input, weight, axis=-1, epsilon=eps, _outputs=2)
+    return typed(normal, input.dtype, input.shape), typed(root, input.dtype, [*input.shape[:-1], 1])
+
+
+@register(aten._fused_rms_norm_backward.default, requires=("com.microsoft::SimplifiedLayerNormalizationGrad",))
+def fused_rms_norm_backward(op, grad_out, input, normalized_shape, rstd, weight, output_mask):
+    """_fused_rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, bool[2] output_mask) ->
+    (Tensor, Tensor)
+    """
+    _refuse_other_rms_norms(op, input, normalized_shape, weight, 0.0)
+    # The kernel writes both.
+    results = microsoft(op, "SimplifiedLayerNormalizationGrad", grad_out, input, weight, rstd, like=(input, weight), axis=-1)
+    return [result if wanted else None for result, wanted in zip(results, output_mask)]
+
+
+def _refuse_other_rms_norms(op: Any, input: ir.Value, sizes: Sequence[Any], weight: ir.Value | None, eps: float | None) -> None:
+    """Raises Unsupported for all but norms of float32 over the last dimension, with a weight."""
+    if len(sizes) != 1 or weight is None or eps is None or input.dtype != ir.DataType.FLOAT or weight.dtype != input.dtype:
+        raise Unsupported("another norm than one of float32 over the last dimension, with a weight")
+    if needs_primitives(op, input, 1):
+        raise Unsupported("rows that the fused kernel is not for")
 
 
 @register(aten.native_layer_norm_backward.default, requires=("com.microsoft::LayerNormalizationGrad",))

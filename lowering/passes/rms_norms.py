@@ -1,0 +1,222 @@
+"""Root mean square normalizations that are written out, as those of Hugging Face's models are, become one operator, forward and backward.
+
+Each is seven operators in the forward and sixteen in the backward (transformers 5.17); ONNX Runtime has one for either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering import registry
+from ort_backend.lowering.fx_nodes import REFERENCES
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+FORWARD, BACKWARD = aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default
+
+
+@dataclasses.dataclass
+class _Norm:
+    """`y = x * r * w`, where `r = rsqrt(mean(x ** 2) + eps)`, and the gradients of `x` and `w`.
+
+    Attributes:
+        normal: `x * r`
+        grad: That of `y`.
+        by_root: The part of the gradient of `x` that comes through `normal` alone: `grad * w * r`.
+        by_mean: The part that comes through the mean.
+        total: The sum to which `by_mean` is added, of `by_root` and maybe others.
+        of_weight: The gradient of `w`.
+    """
+
+    x: fx.Node
+    r: fx.Node
+    weight: fx.Node
+    eps: float
+    normal: fx.Node
+    y: fx.Node
+    grad: fx.Node
+    scaled: fx.Node
+    by_root: fx.Node
+    by_mean: fx.Node
+    total: fx.Node
+    of_weight: fx.Node
+
+
+def fuse_rms_norms(graph: fx.Graph, target: OrtTarget) -> int:
+    """Rewrites a joint graph in place; returns how many norms. Nothing is done for an ONNX Runtime without kernels for them."""
+    roots = graph.find_nodes(op="call_function", target=aten.rsqrt.default)
+    if not roots or not target.whole_graphs or not all(registry.find(one, target) for one in (FORWARD, BACKWARD)):
+        return 0
+    found = [norm for norm in map(_norm_of, roots) if norm is not None]
+    for norm in found:
+        _rewrite(graph, norm)
+    if found:
+        graph.eliminate_dead_code()
+    return len(found)
+
+
+def _norm_of(r: fx.Node) -> _Norm | None:
+    """The norm whose root this is, if all of it is there, and nothing else reads what it computes on the way."""
+    x, eps = _forward_of(r)
+    normal = _product(r, x)
+    if normal is None:
+        return None
+    y = _only([user for user in normal.users if _is_scaled(user, normal)])
+    if y is None or "recompute" in y.meta:
+        return None
+    weight = _other(y, normal)
+    for of_normal in normal.users:  # grad * normal
+        if of_normal is y or of_normal.target is not aten.mul.Tensor:
+            continue
+        grad = _other(of_normal, normal)
+        scaled = _product(grad, weight)
+        of_weight = _summed(of_normal, weight)
+        if scaled is None or of_weight is None or len(normal.users) != 2 or len(scaled.users) != 2:
+            continue
+        by_root = _product(scaled, r)
+        by_x = _product(scaled, x)
+        by_mean = None if by_x is None else _through_mean(by_x, x, r)
+        if by_root is None or by_mean is None or len(by_mean.users) != 1:
+            continue
+        total = next(iter(by_mean.users))
+        if total.target is aten.add.Tensor and not total.kwargs and by_root in (_other(total, by_mean), *_other(total, by_mean).args):
+            return _Norm(x, r, weight, eps, normal, y, grad, scaled, by_root, by_mean, total, of_weight)
+    return None
+
+
+def _forward_of(r: fx.Node) -> tuple[Any, float]:
+    """`x` and `eps`; None for `x` where this is no norm over the last dimension of a tensor in float32."""
+    nothing = None, 0.0
+    added: Any = r.args[0]
+    if added.target is not aten.add.Tensor or len(added.users) != 1 or not isinstance(added.args[1], float) or added.kwargs:
+        return nothing
+    mean: Any = added.args[0]
+    if not isinstance(mean, fx.Node) or mean.target is not aten.mean.dim or len(mean.users) != 1 or mean.kwargs or mean.args[2:] != (True,):
+        return nothing
+    square: Any = mean.args[0]
+    if square.target is not aten.pow.Tensor_Scalar or square.args[1] != 2 or len(square.users) != 1:
+        return nothing
+    x, dims = square.args[0], _dims(mean)
+    value = x.meta["val"]
+    if value.dtype is not torch.float32 or dims != [value.dim() - 1]:
+        return nothing
+    return (x, added.args[1]) if isinstance(value.shape[-1], int) and value.shape[-1] > 1 else nothing
+
+
+def _dims(reduction: fx.Node) -> list[int]:
+    """The dimensions that it is over."""
+    tensor, dims, *_ = reduction.args
+    return sorted(d % tensor.meta["val"].dim() for d in dims)  # type: ignore[union-attr]
+
+
+def _is_scaled(node: fx.Node, normal: fx.Node) -> bool:
+    """Whether it is the norm times a weight for each of the last dimension."""
+    if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) for one in node.args):
+        return False
+    weight, size = _other(node, normal).meta["val"], normal.meta["val"].shape[-1]
+    return weight.dim() == 1 and weight.shape[0] == size and weight.dtype is torch.float32
+
+
+def _summed(node: fx.Node, weight: fx.Node) -> fx.Node | None:
+    """The sum of a tensor over all dimensions but the last, in the shape of the weight: with one user each on the way."""
+    if len(node.users) != 1:
+        return None
+    total = next(iter(node.users))
+    if total.target is not aten.sum.dim_IntList or _dims(total) != list(range(node.meta["val"].dim() - 1)):
+        return None
+    if total.kwargs.get("dtype") not in (None, torch.float32):
+        return None
+    while total.meta["val"].dim() != 1:
+        if len(total.users) != 1:
+            return None
+        total = next(iter(total.users))
+        if total.target not in (aten.view.default, aten.reshape.default, aten.squeeze.dims):
+            return None
+    return total if total.meta["val"].shape == weight.meta["val"].shape else None
+
+
+def _through_mean(by_x: fx.Node, x: fx.Node, r: fx.Node) -> fx.Node | None:
+    """`expand(sum(grad * w * x) * -0.5 * r ** 3) / size * (2 * x)`, whose users alone read what is on the way."""
+    size = x.meta["val"].shape[-1]
+    node = by_x
+    for target, constant in (
+        (aten.sum.dim_IntList, None), (aten.mul.Scalar, -0.5), (aten.mul.Tensor, None), (aten.expand.default, None), (aten.div.Scalar, size),
+        (aten.mul.Tensor, None),
+    ):  # fmt: skip
+        if len(node.users) != 1:
+            return None
+        user = next(iter(node.users))
+        if user.target is not target or (constant is not None and user.args[1] != constant):
+            return None
+        if target is aten.sum.dim_IntList and (user.args[2:] != (True,) or _dims(user) != [x.meta["val"].dim() - 1]):
+            return None
+        if target is aten.mul.Tensor and not (_is_cube(_other(user, node), r) or _is_twice(_other(user, node), x)):
+            return None
+        node = user
+    return node
+
+
+def _is_cube(node: Any, r: fx.Node) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.pow.Tensor_Scalar and node.args[1:] == (3,) and _source(node.args[0]) is r
+
+
+def _is_twice(node: Any, x: fx.Node) -> bool:
+    if not isinstance(node, fx.Node) or node.target is not aten.mul.Scalar or node.args[1] != 2:
+        return False
+    power: Any = node.args[0]
+    return power is x or (isinstance(power, fx.Node) and power.target is aten.pow.Tensor_Scalar and power.args == (x, 1))
+
+
+def _source(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.target in REFERENCES:
+        node = node.args[0]
+    return node
+
+
+def _product(one: fx.Node, other: Any) -> fx.Node | None:
+    """The node that multiplies the two, if there is one."""
+    return _only([user for user in one.users if user.target is aten.mul.Tensor and set(user.args) == {one, other}])
+
+
+def _only(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    return nodes[0] if len(nodes) == 1 else None
+
+
+def _other(node: fx.Node, one: fx.Node) -> Any:
+    return node.args[1] if node.args[0] is one else node.args[0]
+
+
+def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
+    x, weight = norm.x, norm.weight
+    sizes = [x.meta["val"].shape[-1]]
+    with graph.inserting_before(norm.y):
+        forward = _call(graph, FORWARD, (x, sizes, weight, norm.eps), (norm.y.meta["val"], norm.r.meta["val"]), norm.y)
+        y, root = (_item(graph, forward, i) for i in range(2))
+    norm.y.replace_all_uses_with(y)
+    grad = y if norm.grad is norm.y else norm.grad
+    with graph.inserting_before(norm.scaled):
+        values = (x.meta["val"], weight.meta["val"])
+        backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, True]), values, norm.scaled)
+        of_x, of_weight = (_item(graph, backward, i) for i in range(2))
+    norm.of_weight.replace_all_uses_with(of_weight)
+    norm.by_root.replace_all_uses_with(of_x)
+    norm.total.replace_all_uses_with(_other(norm.total, norm.by_mean))
+
+
+def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], values: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta = {**like.meta, "val": values}
+    return node
+
+
+def _item(graph: fx.Graph, node: fx.Node, i: int) -> fx.Node:
+    item = graph.call_function(operator.getitem, (node, i))
+    item.meta = {**node.meta, "val": node.meta["val"][i]}
+    return item

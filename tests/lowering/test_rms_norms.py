@@ -1,0 +1,135 @@
+"""Root mean square norms that are written out: one node in the forward and one in the backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from behaviours.check import WHOLE_GRAPHS
+from default_device import DEVICE
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ort_backend
+from ort_backend import joint
+
+pytestmark = pytest.mark.skipif(not WHOLE_GRAPHS, reason="the gradient's kernel is onnxruntime-training's")
+
+
+class Norm(nn.Module):
+    """As transformers writes it."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class Block(nn.Module):
+    """A residual block, in front of which something else needs a gradient."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.before, self.norm, self.linear, self.last = nn.Linear(size, size), Norm(size), nn.Linear(size, size), Norm(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.last(x + self.linear(self.norm(x)).tanh())
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many norms of each graph."""
+    found: list[int] = []
+    original = joint.fuse_rms_norms
+
+    def fuse(*args: object) -> int:
+        found.append(original(*args))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(joint, "fuse_rms_norms", fuse)
+    return found
+
+
+def _same(model: nn.Module, *inputs: Tensor, through: Callable[..., Tensor] | None = None) -> None:
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    call = torch.compile(through and (lambda x: through(own, x)) or own, backend="ort_training")
+    for x in inputs:
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        if len(inputs) > 1:
+            torch._dynamo.mark_dynamic(given[1], (0, 1))
+        expected, found = model(given[0]), call(given[1])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one in (expected, found):
+            one.square().sum().backward()
+        torch.testing.assert_close(given[1].grad, given[0].grad, rtol=1e-4, atol=1e-4)
+    for parameter, other in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_two_norms_of_a_block(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    _same(Block(24), torch.randn(3, 5, 24))
+    assert fused == [2] and not ort_backend.report().graphs[-1].outside
+
+
+def test_a_changing_number_of_rows(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    _same(Block(24), torch.randn(3, 5, 24), torch.randn(2, 7, 24))
+    assert fused == [2]
+
+
+def test_a_norm_alone_and_one_of_a_matrix(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    _same(Norm(16), torch.randn(4, 16))
+    _same(Norm(16, eps=0.1), torch.randn(2, 2, 2, 16))
+    assert fused == [1, 1]
+
+
+def test_statistics_that_are_read_as_well(fused: list[int]) -> None:
+    """And a gradient that comes to the norm itself, in front of the weight."""
+    torch.manual_seed(0)
+
+    class Read(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * normal + normal.sin()
+
+    _same(Read(8), torch.randn(4, 8))
+    assert fused == [0]
+
+
+def test_other_norms_stay(fused: list[int]) -> None:
+    torch.manual_seed(0)
+
+    class OfOthers(Norm):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.eps))
+
+    class OfFrozen(Norm):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.weight.requires_grad_(False)
+
+    _same(OfOthers(8), torch.randn(4, 8))
+    own = torch.compile(OfFrozen(8), backend="ort_training")
+    own(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    half = torch.compile(Norm(8).to(torch.bfloat16), backend="ort_training")
+    half(torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert fused == [0, 0, 0]
+
+
+def test_a_checkpoint_computes_it_again(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    _same(Block(24), torch.randn(3, 5, 24), through=lambda model, x: checkpoint(model, x, use_reentrant=False))
+    assert DEVICE
