@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from ort_backend.lowering import python_op
 from ort_backend.lowering.builder import Builder
-from ort_backend.lowering.dtypes import carrier
+from ort_backend.lowering.dtypes import carrier, to_torch
 from ort_backend.lowering.merged_calls import merge_calls
+from ort_backend.lowering.parameter_casts import cast_together
 from ort_backend.lowering.picture_order import put_channels_last
 from ort_backend.lowering.python_op import PythonCall, callable_of, write_python_op
 from ort_backend.lowering.viewed_calls import view_in_calls
@@ -66,6 +67,11 @@ class Graph:
         made = getattr(self.op, op_type)(*values, **domain)
         return self._typed(made[0] if isinstance(made, (list, tuple)) else made, _KERNELS[op_type](*(self.fakes[value] for value in values)))
 
+    def cast(self, value: ir.Value, dtype: torch.dtype) -> ir.Value:
+        node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", int(carrier(dtype).dtype))], outputs=[ir.Value(name=f"cast{len(self.graph)}")])
+        self.graph.append(node)
+        return self._typed(node.outputs[0], self.fakes[value].to(dtype))
+
     def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
         node = ir.Node("", "Reshape", [value], outputs=[ir.Value(name=f"reshaped{len(self.graph)}")])
         self.graph.append(node)
@@ -112,6 +118,8 @@ class Graph:
                 made = [one.contiguous() for one in given[0].split([_sizes(output)[-1] for output in node.outputs], -1)]
             elif node.op_type == "Constant":
                 continue
+            elif node.op_type == "Cast" and "to" in node.attributes:
+                made = [given[0].to(to_torch(ir.DataType(node.attributes["to"].as_int())))]
             else:
                 made = [_KERNELS[node.op_type](*given)]
             for value, tensor in zip(node.outputs, made, strict=True):
@@ -278,3 +286,28 @@ def test_a_module_of_many_calls_has_names_for_all() -> None:
     expected = nn.functional.gelu(made.given[x])
     assert made.rewritten(*values) == ["gelu+gelu+silu+silu+gelu"]
     torch.testing.assert_close(made.run()[0], expected)
+
+
+def test_parameters_are_cast_together() -> None:
+    """Those with as many numbers that the next one is aligned, once each, and in training alone."""
+
+    def graph(*, trains: bool) -> tuple[Graph, list[ir.Value]]:
+        made = Graph()
+        parameters = [made.input(_randn(*sizes)) for sizes in ((64, 2), (128,), (2, 3, 64), (64,), (3,))]
+        cast = [made.cast(one, torch.bfloat16) for one in (*parameters, parameters[0])]
+        if trains:
+            made.kernel("YieldOp", cast[0])
+        return made, [made.kernel("Neg", one) for one in cast]
+
+    made, outputs = graph(trains=True)
+    made.graph.outputs.extend(outputs)
+    before = made.run()
+    calls, outside = cast_together(made.graph)
+    made.calls += calls
+    for one, other in zip(made.run(), before, strict=True):
+        assert one.dtype is torch.bfloat16 and torch.equal(one, other)
+    assert [one.operator for one in outside] == ["aten::_foreach_copy_"]
+    assert [node.op_type for node in made.graph].count("Cast") == 1  # that of three numbers
+    (node,) = [node for node in made.graph if callable_of(node) is not None]
+    assert len(node.inputs) == len(node.outputs) == 4
+    assert cast_together(graph(trains=False)[0].graph) == ([], [])
