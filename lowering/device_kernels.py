@@ -1,8 +1,8 @@
 """Which operators of a CUDA graph run by PyTorch's kernel although ONNX Runtime has one.
 
 A node of PyTorch's costs the host some 80 microseconds more than one of ONNX Runtime's (an H100's machine; less where several are one, see
-`merged_calls`): a kernel must save that, or take the place of many nodes. As measured on an H200 (onnxruntime-training 1.19.2, torch 2.11; each operator alone, median GPU time of 12 runs), ONNX
-Runtime's time over PyTorch's for tensors of 25 million elements, where not said otherwise:
+`merged_calls`): a kernel must save that, or take the place of many nodes. As measured on an H200 (onnxruntime-training 1.19.2, torch 2.11; each
+operator alone, median GPU time of 12 runs), ONNX Runtime's time over PyTorch's for tensors of 25 million elements, where not said otherwise:
 
 - In bfloat16, in which some operators of ONNX Runtime are many small ones: GELU 6.8 (by tanh 6.0) and its gradient 11 (19), SiLU's gradient 8.1,
   sigmoid 6.6; concatenation 2.1.
