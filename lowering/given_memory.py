@@ -41,7 +41,7 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
         return dense_products.as_eager_into
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor):
         return None
-    if result.device.type == "cuda" or (result.is_complex() and target is not aten.mul.Tensor):
+    if result.is_complex() and target is not aten.mul.Tensor:
         return None
     if target is aten._to_copy.default and result.device.type == "cpu":
         return functools.partial(_cast_into, result.dtype)

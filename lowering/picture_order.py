@@ -63,7 +63,7 @@ class _Pictures:
     """
 
     def __init__(self, graph: ir.Graph, recipes: Mapping[str, Recipe], views: Mapping[str, Views]) -> None:
-        self._recipes, self._views = recipes, views
+        self._graph, self._recipes, self._views = graph, recipes, views
         self.chosen: set[ir.Value] = set()
         for node in graph:
             if self._is_active(node):
@@ -98,6 +98,8 @@ class _Pictures:
         return not is_viewed and (recipe.results[i][0] or 0) in pictures and recipe.results[i][1] is not None
 
     def _is_active(self, node: ir.Node) -> bool:
+        if node.graph is not self._graph:  # in the body of a branch or loop
+            return False
         recipe = self.recipe(node)
         if recipe is not None and inspect.unwrap(recipe.target) in _SEEDS:
             return True

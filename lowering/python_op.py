@@ -133,20 +133,27 @@ def from_carrier(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def make_call(
-    target: Callable[..., Any], title: str, spec: Any, constants: list[Any], slots: list[Slot], results: list[Any], orders: list[Order]
+    target: Callable[..., Any],
+    title: str,
+    spec: Any,
+    constants: list[Any],
+    slots: list[Slot],
+    results: list[Any],
+    orders: list[Order],
+    op_type: str = ATEN,
 ) -> PythonCall:
     """The callable that fills `slots` of the flattened arguments, runs `target`, and gives back its tensors as ONNX carries them.
 
     Each step calls it between large products, which leave nothing of it in the processor's caches: what little it does beside `target` counts.
 
     `results` are `target`'s as fake values. The node has an output for those that are not None; an operator may return None there (an unused
-    workspace), and gives it with its dimensions in the order that `orders` has for it.
+    workspace), and gives it with its dimensions in the order that `orders` has for it. On a device (`op_type`) no call takes memory for its result.
     """
     fill = _filler(spec, constants, slots)
     wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None, orders[i]) for i, value in enumerate(results) if value is not None]
     is_fresh = _returns_new_memory(target)
     recipe = _recipe(target, spec, constants, slots, results, orders) if is_fresh else None
-    if len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
+    if op_type != TRITON and len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
         function = functools.partial(_run_into, into, fill, orders[0])
         return PythonCall(unique_name(title), title, function, allocates=True, recipe=recipe)
 
@@ -170,7 +177,7 @@ def _recipe(target: Callable[..., Any], spec: Any, constants: list[Any], slots: 
         if slot.position != _UNUSED:
             leaves[slot.position] = slot
     args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
-    if sum(map(_slots_in, (*args, *kwargs.values()))) != sum(slot.position != _UNUSED for slot in slots):
+    if sum(map(_slots_in, (*args, *kwargs.values()))) != len(slots):  # some stand elsewhere, or nowhere
         return None
     is_one = len(results) == 1
     made = tuple((None if is_one else i, _dtype_as_it_is(value), orders[i]) for i, value in enumerate(results) if value is not None)
@@ -322,7 +329,7 @@ def write_python_op(
         values.append(constant(op, 0, ir.DataType.INT64))
         slots.append(Slot(_UNUSED, None))
     constants = [None if isinstance(argument, ir.Value) else argument for argument in flat]
-    call = make_call(target, title, spec, constants, slots, results, orders)
+    call = make_call(target, title, spec, constants, slots, results, orders, op.builder.call_type)
     outputs = [_output_of(value) for value in results if value is not None]
     if op.builder.call_type == ATEN and outputs:
         call.op_type = ATEN

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ort_backend.lowering import python_op
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.dtypes import carrier, to_torch
 from ort_backend.lowering.merged_calls import merge_calls
@@ -54,8 +52,7 @@ class Graph:
         """A call of PyTorch, of tensors that lie in memory as they are."""
         fakes = [self.fakes[one] for one in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(one, ir.Value)]
         result = target(*torch.utils._pytree.tree_map_only(ir.Value, self.fakes.__getitem__, args), **kwargs)
-        with mock.patch.object(python_op, "into_given_memory", lambda *_: None):  # as on a GPU
-            values, call = write_python_op(self.op, target, str(target), args, kwargs, result, fakes)
+        values, call = write_python_op(self.op, target, str(target), args, kwargs, result, fakes)
         self.calls.append(call)
         results = result if isinstance(result, (tuple, list)) else [result]
         made = [None if value is None else self._typed(value, tensor) for value, tensor in zip(values, results, strict=True)]
