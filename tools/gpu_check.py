@@ -31,7 +31,7 @@ to $OUT as they grow: a call that is cut off would bring nothing back otherwise.
 3, nothing:       (while ...) &
                   . ~/kit/train119/env.sh; G="tpy ..."; $G --timeout 540 --budget 540 --stages suite; cp -f ~/train119/* $OUT
 
-Seen on an H200 (2026-11-26): a machine is there after 30 s, a kit unpacked in 7; smoke takes 22 s for its 24 cases, a model of `bench` 10 to 15 with
+Seen on an H200 and an H100 (2026-11-26): a machine is there after 30 s, a kit unpacked in 8; smoke takes 22 s for its 24 cases, a model of `bench` 10 to 15 with
 one other backend, inductor's cold compile 30; with 14 workers the suite starts within 20 s and judges 25 tests a second. Smoke may run beside the
 suite, from a copy of the checkout (both write out/gpu-scratch); what is timed may not. $OUT takes eight files: of more, some stay there.
 
@@ -81,7 +81,7 @@ _LOG = 12 << 20  # bytes of the log: a machine that is lent gives back files of 
 _HANGS = 2  # cases of smoke that hang: after so many no other is started
 _ANY_DEVICE = ["tests/test_training.py", "tests/behaviours", "tests/autograd_function", "tests/lowering", "tests/ops/test_opinfo.py"]
 _ASKING = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # so that `torch.cuda.is_available` starts no CUDA, which processes forked later could not use
-_BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers"]
+_BEHIND = ["pytest", "pytest-xdist", "expecttest", "rich", "transformers", "psutil", "setuptools"]  # psutil is compiled for any Python
 _PROVIDER = "from ort_backend.runtime import capabilities, cuda; capabilities.check_provider(cuda.PROVIDER)"
 _CASES = "from benchmarks.models import LARGE; print('CASES', *LARGE)"
 # torch.testing._internal, where the operators' database is, derives from its TestCase.
