@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints to stderr otherwise; read when torch is loaded
@@ -67,8 +68,9 @@ class Found:
 class Probe:
     """A variant of a workload."""
 
-    def __init__(self, model: str, variant: str, device: str, dtype: str, steps: int) -> None:
+    def __init__(self, model: str, variant: str, device: str, dtype: str, steps: int, traces: Path | None = None) -> None:
         torch.set_num_threads(1)
+        self._trace = None if traces is None else traces / f"{model}-{variant.replace(', ', '-').replace(' ', '-')}.json.gz"
         backend, options = VARIANTS[variant]
         self._device, self._steps, self._is_ort = device, steps, backend == "ort_training"
         self._parts: dict[str, Part] = collections.defaultdict(Part)
@@ -141,6 +143,8 @@ class Probe:
         with torch.profiler.profile(activities=activities) as profiler:
             for _ in range(PROFILED):
                 self._step()
+        if self._trace is not None:
+            profiler.export_chrome_trace(str(self._trace))
         runtime: dict[str, Part] = collections.defaultdict(Part)
         device: dict[str, Part] = collections.defaultdict(Part)
         spans = []
@@ -199,15 +203,18 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--traces", type=Path, help="a folder for the profiler's traces, one file for each model and variant: chrome://tracing")
     parser.add_argument("--rows", type=int, default=30, help="parts that are listed")
     arguments = parser.parse_args()
+    if arguments.traces is not None:
+        arguments.traces.mkdir(parents=True, exist_ok=True)
     console = Console(width=120)
     for model in arguments.models:
         found: dict[str, Found] = {}
         for variant in arguments.variants:
             if arguments.device == "cpu" and variant.endswith("own arena"):
                 continue
-            process = Elsewhere(functools.partial(Probe, model, variant, arguments.device, arguments.dtype, arguments.steps))
+            process = Elsewhere(functools.partial(Probe, model, variant, arguments.device, arguments.dtype, arguments.steps, arguments.traces))
             try:
                 found[variant] = process.ask("measure")
             except ContestantError as problem:

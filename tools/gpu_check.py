@@ -31,9 +31,9 @@ to $OUT as they grow: a call that is cut off would bring nothing back otherwise.
 3, nothing:       (while ...) &
                   . ~/kit/train119/env.sh; G="tpy ..."; $G --timeout 540 --budget 540 --stages suite; cp -f ~/train119/* $OUT
 
-Seen on an H200 and an H100 (2026-11-26): a machine is there after 30 s, a kit unpacked in 8; smoke takes 22 s for its 24 cases, a model of `bench` 10 to 15 with
-one other backend, inductor's cold compile 30; with 14 workers the suite starts within 20 s and judges 25 tests a second. Smoke may run beside the
-suite, from a copy of the checkout (both write out/gpu-scratch); what is timed may not. $OUT takes eight files: of more, some stay there.
+Seen on an H200 and an H100 (2026-11-26): a machine is there after 30 s, a kit unpacked in 8; smoke takes 22 s for its 24 cases, a model of `bench`
+10 to 15 with one other backend, inductor's cold compile 30; with 14 workers the suite starts within 20 s and judges 25 tests a second. Smoke may run
+beside the suite, from a copy of the checkout (both write out/gpu-scratch); what is timed may not. $OUT takes eight files: of more, some stay there.
 
 First of all a process makes a session on the CUDA provider; where it cannot, nothing else is started: it says why, such as a library that is missing.
 Stages, each in processes of its own that may fail, crash or hang without stopping the next:
