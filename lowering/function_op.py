@@ -17,6 +17,7 @@ from torch import fx
 
 from ort_backend.lowering import function_run
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.carriers import from_carrier, number_of, to_carrier
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.function_site import SITES, Reference, Site, Slot
@@ -25,11 +26,8 @@ from ort_backend.lowering.python_op import (
     PythonCall,
     as_declared,
     declared,
-    from_carrier,
     kinds,
-    number_of,
     release_context,
-    to_carrier,
     typed_context,
 )
 

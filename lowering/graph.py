@@ -20,6 +20,7 @@ from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.casts import give_casts_away
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
+from ort_backend.lowering.device_calls import rewrite_calls
 from ort_backend.lowering.dtypes import carried, carrier
 from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.fast_loops import use_fast_loops
@@ -28,15 +29,12 @@ from ort_backend.lowering.fx_nodes import attribute, nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
-from ort_backend.lowering.merged_calls import merge_calls
 from ort_backend.lowering.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.ops.ordering import behind
-from ort_backend.lowering.parameter_casts import cast_together
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.permuting import permutation_of, permuted
-from ort_backend.lowering.picture_order import put_channels_last
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
@@ -44,8 +42,7 @@ from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
-from ort_backend.lowering.viewed_calls import view_in_calls
-from ort_backend.target import TRITON, OrtTarget
+from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
 
@@ -209,17 +206,12 @@ class GraphLowering:
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
-        if self.target.call_type == TRITON and self.target.kernels != "onnxruntime":
-            more_casts, more_outside = cast_together(self.graph)
-            casts, outside = casts + more_casts, outside + more_outside
         self.python_calls += casts
         self.outside += outside
         merged = 0
         if self.target.merges_calls:
-            attention = {call.name for call in self.python_calls if call.recipe is not None and fused_attention.is_kernel(call.recipe.target)}
-            views, before = view_in_calls(self.graph, attention), len(self.python_calls)
-            self.python_calls = merge_calls(self.graph, put_channels_last(self.graph, self.python_calls, views), views)
-            merged = before - len(self.python_calls)
+            self.python_calls, of_calls, merged = rewrite_calls(self.graph, self.python_calls, self.target)
+            self.outside += of_calls
         drop_unread_constants(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)

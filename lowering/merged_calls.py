@@ -19,9 +19,10 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from ort_backend.lowering.carriers import arrived, given, number_of
 from ort_backend.lowering.dtypes import NATIVE
 from ort_backend.lowering.permuting import inverse
-from ort_backend.lowering.python_op import PythonCall, Recipe, Slot, arrived, callable_of, given, number_of, unique_name
+from ort_backend.lowering.python_op import PythonCall, Recipe, Slot, callable_of, unique_name
 from ort_backend.lowering.saved import behind_yield
 from ort_backend.lowering.viewed_calls import Part, Sizes, View, Views
 

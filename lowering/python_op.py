@@ -16,13 +16,13 @@ import torch
 
 from ort_backend.lowering import dense_products, faster_calls, fused_attention
 from ort_backend.lowering.call_orders import Order, call_orders, laid_out, read_back
+from ort_backend.lowering.carriers import AS_THEY_ARE, arrived, as_given, as_tensor, number_of
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.device_kernels import FASTER_ON_DEVICE
-from ort_backend.lowering.dtypes import NATIVE, Carrier, carrier
+from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.given_memory import Empty, into_given_memory
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.operator_class import NORMALIZATIONS
-from ort_backend.lowering.permuting import inverse
 from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE, TRITON
 
 MS = "com.microsoft"
@@ -33,9 +33,6 @@ _CHOSEN_FOR_SPEED = {key.split()[0] for key in FASTER_IN_PYTORCH}
 _IN_THEIR_PLACE = {*dense_products.IMPLEMENTATIONS.values(), *faster_calls.IMPLEMENTATIONS.values()}
 
 _FOR_DEVICES = {*FASTER_ON_DEVICE, *fused_attention.KERNELS, *NORMALIZATIONS, torch.ops.aten._log_softmax.default, torch.ops.aten._softmax.default}
-
-# A contiguous tensor of these is its own carrier. DLPack hands bool tensors over as bytes.
-_AS_THEY_ARE = frozenset(dtype for dtype in NATIVE if dtype != torch.bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Slot:
     @property
     def is_plain(self) -> bool:
         """Whether the tensor that arrives is the argument."""
-        return self.dtype in _AS_THEY_ARE and self.order is None
+        return self.dtype in AS_THEY_ARE and self.order is None
 
 
 @dataclasses.dataclass
@@ -109,29 +106,6 @@ def unique_name(title: str) -> str:
     return f"{title}#{next(_names)}"
 
 
-def to_carrier(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as ONNX carries it: contiguous, real, of a dtype that ONNX has. Copies only what is not contiguous."""
-    if tensor.dtype in _AS_THEY_ARE and tensor.is_contiguous() and tensor.numel() and not tensor.is_neg():
-        return tensor
-    if tensor.numel() == 0:  # torch calls every empty tensor contiguous, ONNX Runtime reads its strides
-        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj()).contiguous()
-    kind = carrier(tensor.dtype)
-    if tensor.dtype == torch.bool or (kind is not None and not kind.native):
-        return tensor.contiguous().view(torch.uint8)
-    return tensor.resolve_neg().contiguous() if tensor.is_neg() else tensor.contiguous()
-
-
-def from_carrier(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `to_carrier`, without a copy."""
-    if tensor.dtype == dtype:
-        return tensor
-    if dtype.is_complex:
-        return torch.view_as_complex(tensor)
-    return tensor.view(dtype)
-
-
 def make_call(
     target: Callable[..., Any],
     title: str,
@@ -161,7 +135,7 @@ def make_call(
         args, kwargs = fill(tensors)
         result = target(*args, **kwargs)
         made = result if isinstance(result, (tuple, list)) else (result,)
-        carried = [_given(_as_tensor(made[i], dtype), order) for i, dtype, order in wanted]
+        carried = [as_given(as_tensor(made[i], dtype), order) for i, dtype, order in wanted]
         if is_fresh:
             return carried
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
@@ -191,19 +165,14 @@ def _slots_in(argument: Any) -> int:
 
 def _dtype_as_it_is(result: Any) -> torch.dtype | None:
     """Of a tensor that is its own carrier if it is contiguous: with elements, of a dtype that ONNX has."""
-    if not isinstance(result, torch.Tensor) or result.dtype not in _AS_THEY_ARE:
+    if not isinstance(result, torch.Tensor) or result.dtype not in AS_THEY_ARE:
         return None
     return result.dtype if all(isinstance(size, int) and size > 0 for size in result.shape) else None
 
 
 def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], order: Order, empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
     args, kwargs = fill(tensors)
-    return [_given(into(empty, *args, **kwargs), order)]
-
-
-def _given(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """The carrier of a result, its dimensions in this order: copies only what does not lie so in memory."""
-    return to_carrier(tensor if order is None else tensor.permute(order))
+    return [as_given(into(empty, *args, **kwargs), order)]
 
 
 def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
@@ -274,30 +243,8 @@ def _arrive(slot: Slot, tensor: torch.Tensor) -> Any:
     return arrived(tensor, slot.dtype, slot.order)
 
 
-def arrived(tensor: torch.Tensor, dtype: torch.dtype, order: Order) -> torch.Tensor:
-    """The tensor of which another is the carrier, whose dimensions come in this order."""
-    value = from_carrier(tensor, dtype)
-    return value if order is None else value.permute(inverse(order))
-
-
-def given(value: Any, dtype: torch.dtype | None, order: Order) -> torch.Tensor:
-    """The carrier of a result, also where it is a number or None."""
-    return _given(_as_tensor(value, dtype), order)
-
-
-def number_of(tensor: torch.Tensor) -> int | float | bool:
-    """The number that a 0-d tensor holds, or that stands in the shape of one without elements (`passes.host_values`)."""
-    return tensor.item() if tensor.dim() == 0 else tensor.shape[0] - tensor.shape[1]
-
-
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return tensor.clone() if tensor.numel() and tensor.untyped_storage().data_ptr() in taken else tensor
-
-
-def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):  # whose dtype is not the fake one's in mixed precision: a group norm's statistics (seen in torch 2.13)
-        return value if dtype is None or value.dtype == dtype else value.to(dtype)
-    return torch.empty(0, device="cpu") if value is None else torch.tensor(value, device="cpu")
 
 
 def write_python_op(

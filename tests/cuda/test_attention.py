@@ -79,7 +79,7 @@ def test_it_is_a_choice(over_stand_in: Run, options: dict[str, Any]) -> None:
     reason = "PyTorch's fused attention, as in eager PyTorch"
     operators = {f"aten::_scaled_dot_product_flash_attention{end}" for end in ("", "_backward")}
     assert {tuple(one) for one in found["outside"] if one[0] in operators} == {(name, True, reason) for name in operators}
-    assert not [warning for warning in found["warnings"] if "attention" in warning]
+    assert not [warning for warning in found["warnings"] if "attention" in warning and not warning.startswith("cuda_graphs: ")]
 
 
 def test_a_mask_is_not_written_down_for_all_heads(over_stand_in: Run) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ort_backend
-from ort_backend.lowering import python_op
+from ort_backend.lowering import carriers
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.runtime import capabilities
 
@@ -66,14 +66,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[ir.Graph]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of results that had to be copied."""
     made: list[torch.Size] = []
-    original = python_op.to_carrier
+    original = carriers.to_carrier
 
     def carried(tensor: Tensor) -> Tensor:
         if not tensor.is_contiguous():
             made.append(tensor.shape)
         return original(tensor)
 
-    monkeypatch.setattr(python_op, "to_carrier", carried)
+    monkeypatch.setattr(carriers, "to_carrier", carried)
     return made
 
 

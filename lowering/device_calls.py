@@ -1,0 +1,30 @@
+"""What becomes of the calls of PyTorch in a finished graph for a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from ort_backend.lowering import fused_attention
+from ort_backend.lowering.lowered import Outside
+from ort_backend.lowering.merged_calls import merge_calls
+from ort_backend.lowering.parameter_casts import cast_together
+from ort_backend.lowering.picture_order import put_channels_last
+from ort_backend.lowering.python_op import PythonCall
+from ort_backend.lowering.viewed_calls import view_in_calls
+from ort_backend.target import OrtTarget
+
+
+def rewrite_calls(graph: ir.Graph, calls: Sequence[PythonCall], target: OrtTarget) -> tuple[list[PythonCall], list[Outside], int]:
+    """Rewrites the graph in place, such that the host has less to do for each call, and tensors lie as the kernels want them.
+
+    Returns:
+        The callables of the nodes that there are now, what to say of new ones in the report, and how many nodes less make the same calls.
+    """
+    casts, outside = cast_together(graph) if target.kernels != "onnxruntime" else ([], [])
+    calls = [*calls, *casts]
+    attention = {call.name for call in calls if call.recipe is not None and fused_attention.is_kernel(call.recipe.target)}
+    views = view_in_calls(graph, attention)
+    merged = merge_calls(graph, put_channels_last(graph, calls, views), views)
+    return merged, outside, len(calls) - len(merged)
