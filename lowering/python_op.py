@@ -146,16 +146,21 @@ def make_call(
 
 
 def _recipe(target: Callable[..., Any], spec: Any, constants: list[Any], slots: list[Slot], results: list[Any], orders: list[Order]) -> Recipe | None:
-    leaves = list(constants)
-    for slot in slots:
-        if slot.position != _UNUSED:
-            leaves[slot.position] = slot
-    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
+    args, kwargs = _with_slots(spec, constants, slots)
     if sum(map(_slots_in, (*args, *kwargs.values()))) != len(slots):  # some stand elsewhere, or nowhere
         return None
     is_one = len(results) == 1
     made = tuple((None if is_one else i, _dtype_as_it_is(value), orders[i]) for i, value in enumerate(results) if value is not None)
     return Recipe(target, tuple(args), kwargs, tuple(slots), made)
+
+
+def _with_slots(spec: Any, constants: list[Any], slots: list[Slot]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Positional and named arguments, in which slots stand for what arrives."""
+    leaves = list(constants)
+    for slot in slots:
+        if slot.position != _UNUSED:
+            leaves[slot.position] = slot
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
 
 
 def _slots_in(argument: Any) -> int:
@@ -180,11 +185,7 @@ def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Seq
 
     `tree_unflatten` walks over every leaf; it does so once where every slot is a positional argument of its own, and in each call where not.
     """
-    leaves = list(constants)
-    for slot in slots:
-        if slot.position != _UNUSED:
-            leaves[slot.position] = slot
-    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, spec)
+    args, kwargs = _with_slots(spec, constants, slots)
     places = [i for i, argument in enumerate(args) if isinstance(argument, Slot)]
     arrivals = [None if slot.is_plain else functools.partial(_arrive, slot) for slot in slots]
 
