@@ -237,7 +237,7 @@ class _Compilation:
     def _compile_regions(self, joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         with _imports():
             from ort_backend import min_cut
-        made = min_cut.split(joint, joint_inputs, num_fwd_outputs, rest)
+        made = min_cut.split(joint, joint_inputs, num_fwd_outputs, rest, self.target)
         forward = self._regions(made.forward, ".forward")
         backward = self._regions(made.backward, ".backward", first_session=len(forward.regions))
         content = forward.content.and_of(backward.content)

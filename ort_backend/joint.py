@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rms_norms import fuse_rms_norms
+from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
@@ -135,6 +136,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
     drop_known_masks(graph)
+    fuse_rotary_embeddings(graph, target)
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)

@@ -18,9 +18,11 @@ from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
+from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 from ort_backend.lowering.passes.statistics import correct_statistics
+from ort_backend.target import OrtTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +43,14 @@ class Halves:
 _LEAST_BUDGET = 1e-9
 
 
-def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any]) -> Halves:
-    """AOTAutograd's min-cut partition of a joint graph; `rest` is what else AOTAutograd hands to its partition function."""
+def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any], target: OrtTarget) -> Halves:
+    """AOTAutograd's min-cut partition of a joint graph for `target`; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     changing = {node.name for node in written(joint.graph, num_fwd_outputs)}
     correct_statistics(joint.graph)
     drop_known_masks(joint.graph)
+    fuse_rotary_embeddings(joint.graph, target)
     take_bare_biases(joint.graph)
     mark_gradients(joint.graph)
     asked = is_wanted(joint.graph)

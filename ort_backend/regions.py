@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.relayouts import drop_relayouts
+from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
@@ -80,6 +81,8 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)
+    if not is_half:
+        fuse_rotary_embeddings(graph, target)
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)

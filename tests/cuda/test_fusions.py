@@ -72,3 +72,37 @@ for optimizers in (known, lambda *_: []):
 assert "QuickGelu" in str(warnings[0][-1]), warnings
 """
     assert over_stand_in(code).stdout.split() == ["0", "1"]  # type: ignore[attr-defined]
+
+
+def test_rotary_embeddings(over_stand_in: Callable[..., object], tmp_path: object) -> None:
+    """A node each, forward and backward, in every dtype that has a kernel on CUDA; nothing of them is computed elsewhere."""
+    code = """
+import collections, json
+import onnx, torch
+from torch import nn
+import ort_backend
+from tools.cuda_placement.capture import as_on_cuda
+
+options = {"provider": "CUDAExecutionProvider", "session_options": {"optimized_model_filepath": "/dev/shm/rotary.onnx"}}
+
+class Turned(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(16, 64, dtype=dtype)
+
+    def forward(self, x, freqs):
+        both = torch.cat((freqs, freqs), -1)[None, None]
+        q = self.linear(x).view(*x.shape[:2], 4, 16).transpose(1, 2)
+        cos, sin = both.cos().to(q.dtype), both.sin().to(q.dtype)
+        return q * cos + torch.cat((-q[..., 8:], q[..., :8]), -1) * sin
+
+for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    torch._dynamo.reset()
+    with as_on_cuda():
+        torch.compile(Turned(dtype), backend="ort_training", options=options, dynamic=False)(torch.rand(2, 8, 16, dtype=dtype), torch.rand(8, 8))
+    nodes = collections.Counter(node.op_type for node in onnx.load(options["session_options"]["optimized_model_filepath"]).graph.node)
+    outside = [one.operator for graph in ort_backend.report().graphs for one in graph.outside if not one.is_choice]
+    print(json.dumps([nodes["RotaryEmbedding"], nodes["Concat"], nodes["MemcpyFromHost"], nodes["MemcpyToHost"], outside]))
+"""
+    lines = over_stand_in(code.replace("/dev/shm", str(tmp_path))).stdout.splitlines()  # type: ignore[attr-defined]
+    assert [json.loads(line) for line in lines] == [[2, 1, 0, 0, []]] * 3  # one Concat: that of the angles
