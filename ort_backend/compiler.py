@@ -335,10 +335,9 @@ class _Compilation:
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any], eager: fx.GraphModule) -> Callable[..., Any]:
         """AOTAutograd's callable as Dynamo is to call it."""
         call, training = watched(compiled, self._training), self._training
-        needs_autograd = self._autocast or training is None
-        if self._direct is not None and not needs_autograd and direct_call.takes_and_gives_plain_tensors(gm, example_inputs):
-            assert training is not None
-            call = direct_call.direct(training, self._direct, call, self._has_backward.is_set, example_inputs)
+        plan = self._direct
+        if training is not None and plan is not None and direct_call.can_be_direct(plan, gm, example_inputs):
+            call = direct_call.direct(training, plan, call, self._has_backward.is_set, example_inputs, self._autocast)
         if self._content is not None and self._content.python_ops:
             call = eager_where(python_op.inside, call, eager, self._counts)  # ONNX Runtime would wait for itself
         if training is None:

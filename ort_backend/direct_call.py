@@ -1,12 +1,14 @@
 """Calls of a training graph without AOTAutograd's wrappers, where these have nothing to do.
 
-They put back what functionalisation took out: writes to inputs, results that are views, subclasses of tensors, autocast, effects. Where a graph has
-none of that, forward and backward are two calls between autograd and the session, and the wrappers 40 microseconds of every step (torch 2.13).
+They put back what functionalisation took out: writes to inputs, results that are views, subclasses of tensors, effects. Where a graph has none of
+that, forward and backward are two calls between autograd and the session, and the wrappers 40 microseconds of every step (torch 2.13). Writes to
+inputs that need no gradient, such as a normalization's averages, are put back here as well, those of one dtype in one call.
 What only shows when a graph is called, as hooks on saved tensors, sends that call AOTAutograd's way.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -19,6 +21,7 @@ from functorch.compile import aot_module_simplified  # noqa: F401  (first: what 
 from torch import fx
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_backend import compiled_autograd
 from ort_backend.runtime.region_graph import RegionTraining
@@ -35,6 +38,7 @@ class DirectPlan:
         detached: Those that require gradients and get none: what they come from is not to see gradients of zeros.
         constant: Results that have no gradient.
         tangents: Results that have one, in the order of the graph's tangents.
+        written: Arguments that the program writes to. Their new values come in front of the results.
         deterministic: Whether it was traced under `torch.use_deterministic_algorithms`.
         tangent_metadata: AOTAutograd's, for tangents that are no plain tensors.
     """
@@ -42,6 +46,7 @@ class DirectPlan:
     detached: tuple[int, ...]
     constant: tuple[int, ...]
     tangents: tuple[int, ...]
+    written: tuple[int, ...]
     deterministic: bool
     tangent_metadata: tuple[Any, ...]
 
@@ -71,6 +76,7 @@ def _plan(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
         detached=tuple(i for i, one in enumerate(inputs) if one.requires_grad and not one.is_leaf and not has_gradient[i]),
         constant=tuple(i for i in tensors if not outputs[i].requires_grad),
         tangents=tuple(tangents),
+        written=tuple(metadata.mutated_inp_runtime_indices),
         deterministic=metadata.deterministic is not False,
         tangent_metadata=tuple(metadata.subclass_tangent_meta),
     )
@@ -96,7 +102,9 @@ _SPECIAL = (
 def _is_plain(metadata: Any) -> bool:
     if any(getattr(metadata, name, None) for name in _SPECIAL) or metadata.grad_enabled_mutation is not None:
         return False
-    if any(one.mutates_data or one.mutates_metadata or one.mutates_storage_metadata for one in metadata.input_info):
+    if any(one.mutates_metadata or one.mutates_storage_metadata or (one.mutates_data and one.requires_grad) for one in metadata.input_info):
+        return False
+    if any(one is not None for one in getattr(metadata, "mutated_inp_stream_indices", None) or ()):  # written to on a stream of the user's
         return False
     if any(one.output_type.name not in _OWN_MEMORY for one in metadata.output_info):
         return False
@@ -104,17 +112,23 @@ def _is_plain(metadata: Any) -> bool:
     return all(isinstance(one, int) or type(one).__name__ == "PlainTensorMeta" for one in subclasses)
 
 
-def takes_and_gives_plain_tensors(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+def can_be_direct(plan: DirectPlan, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether AOTAutograd hands arguments to the compiled graph, and its results back, as they are.
 
-    Its metadata does not tell: where there are subclasses of tensors it is about their parts. And what Dynamo's graph holds comes first among the
-    arguments.
+    Its metadata does not tell: where there are subclasses of tensors it is about their parts, and where an argument that is written to shares its
+    memory with another, AOTAutograd makes one of them. And what Dynamo's graph holds comes first among the arguments.
     """
     if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
         return False
     results = gm.graph.output_node().all_input_nodes
     values = [*example_inputs, *(node.meta.get("example_value") for node in results)]
-    return all(type(one) in _PLAIN for one in values if isinstance(one, torch.Tensor))
+    if not all(type(one) in _PLAIN for one in values if isinstance(one, torch.Tensor)):
+        return False
+    tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+    if plan.written and len({id(one) for one in tensors}) < len(tensors):
+        return False
+    memory = collections.Counter(StorageWeakRef(one.untyped_storage()) for one in tensors)
+    return all(memory[StorageWeakRef(example_inputs[i].untyped_storage())] == 1 for i in plan.written)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
@@ -126,6 +140,7 @@ def direct(
     compiled: Callable[..., Any],
     is_ready: Callable[[], bool],
     example_inputs: Sequence[Any],
+    autocast: bool,
 ) -> Callable[..., Any]:
     """A function that calls the training graph; `compiled`, AOTAutograd's, where only that will do.
 
@@ -135,9 +150,11 @@ def direct(
         compiled: AOTAutograd's callable over it.
         is_ready: Whether AOTAutograd is done with compiling: it calls for a backward when that runs first.
         example_inputs: What Dynamo compiles for: a parameter is one at every call, and computed by nothing.
+        autocast: Whether it was traced under autocast, and is called so: the graph has its casts, and what runs in PyTorch is not to have them again.
     """
     computed = tuple(i for i, one in enumerate(example_inputs) if isinstance(one, torch.Tensor) and not isinstance(one, torch.nn.Parameter))
-    start, resume = training.start, training.resume
+    start, resume = map(_without_autocast, (training.start, training.resume)) if autocast else (training.start, training.resume)
+    writes, new_values = _grouped(plan.written, example_inputs), len(plan.written)
     detached, constant, tangents_of = plan.detached, plan.constant, plan.tangents
     # Autograd would make zeros for every result without a gradient. The backward wants those of some, and is to know of all.
     several = len(tangents_of) > 1
@@ -150,8 +167,11 @@ def direct(
         def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
             results, saved, ctx.run = start(args, computed=computed)
             ctx.computed = [weakref.ref(args[i]) for i in computed if args[i].grad_fn is not None]
+            new, results = results[:new_values], results[new_values:]
             results = [_no_view(one) for one in results]  # autograd forbids to write to a view that a Function returns
             ctx.save_for_backward(*map(_no_view, saved))  # a view's place in autograd's graph would be kept alive
+            for arguments, places in writes:
+                torch._foreach_copy_([args[i] for i in arguments], [new[i] for i in places])
             if constant:
                 ctx.mark_non_differentiable(*(results[i] for i in constant))
             ctx._materialize_non_diff_grads = False
@@ -192,6 +212,24 @@ def direct(
         return CompiledFunction.apply(*args)
 
     return call
+
+
+def _grouped(written: Sequence[int], example_inputs: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+    """The arguments that are written to, and the places of their new values, by dtype and device: a group is one kernel on a GPU."""
+    groups: dict[Any, tuple[list[int], list[int]]] = {}
+    for place, i in enumerate(written):
+        arguments, places = groups.setdefault((example_inputs[i].dtype, example_inputs[i].device), ([], []))
+        arguments.append(i)
+        places.append(place)
+    return list(groups.values())
+
+
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _no_view(one: Any) -> Any:

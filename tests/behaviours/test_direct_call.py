@@ -90,8 +90,6 @@ class Normalised(nn.Sequential):
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(Normalised, id="writes to buffers"),
-        pytest.param(lambda: writes, id="writes to an input"),
         pytest.param(lambda: lambda x: (x @ W, x.t()), id="returns a view of an input"),
         pytest.param(lambda: lambda x: ((y := x @ W), y.t()), id="returns a result and a view of it"),
     ],
@@ -119,6 +117,58 @@ def test_results_can_be_written_to(function: Callable[..., Any]) -> None:
     assert seen == [CACHED, False, True, False]
 
 
+@pytest.mark.parametrize("make", [pytest.param(Normalised, id="to buffers"), pytest.param(lambda: writes, id="to an input")])
+def test_writes_that_need_no_gradient(make: Callable[[], Callable[..., Any]]) -> None:
+    assert ways(make(), X.clone()) == [CACHED, True]
+    same_as_eager(make(), call(X.clone()), call(X.clone()))
+
+
+def test_writes_that_need_a_gradient() -> None:
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        x.add_(W[0])
+        return x.sigmoid()
+
+    with on_ort(graphs=1):
+        runner = compiled(writes)
+        for _ in range(2):
+            x, other = X.clone(), X.clone()
+            found, expected = runner(x), writes(other)
+            assert not is_direct(found)
+            gradients = [torch.autograd.grad(y.sum() + z.square().sum(), W)[0] for y, z in ((found, x), (expected, other))]
+            torch.testing.assert_close((found, x, gradients[0]), (expected, other, gradients[1]))
+
+
+def test_what_is_written_to_counts_as_changed() -> None:
+    """So that autograd refuses a backward that would read what has been overwritten."""
+    with on_ort(graphs=1):
+        runner = settled(writes, X.clone())
+        x, w = X.clone(), torch.ones((), requires_grad=True)
+        kept, version = x * w, x._version
+        assert is_direct(runner(x)) and x._version > version
+        torch.testing.assert_close(x, 2 * X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+def test_writes_to_memory_that_two_arguments_share() -> None:
+    def both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return (x @ W) * y
+
+    def step(run: Callable[..., Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = X.clone()
+        return run(x, x[:, :1]), x
+
+    assert ways(lambda x: both(x, x[:, :1]), X.clone()) == [CACHED, True]  # one argument
+    with on_ort():
+        runner = compiled(both)
+        for _ in range(2):
+            (result, x), expected = step(runner), step(both)
+            assert not is_direct(result)
+            result.sum().backward()
+            torch.testing.assert_close((result, x), expected)
+
+
 def test_autocast() -> None:
     def halves(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -136,8 +186,28 @@ def test_autocast() -> None:
         runner = outside(compiled(lambda x: x @ W))
         runner(X).sum().backward()
         result = runner(X)
-        assert not is_direct(result) and result.dtype is torch.bfloat16
+        assert is_direct(result) and result.dtype is torch.bfloat16
         result.sum().backward()
+
+
+def test_what_runs_in_pytorch_is_not_under_autocast() -> None:
+    """The graph has the casts already."""
+    seen: list[bool] = []
+
+    @torch.library.custom_op("test_direct_call::seen", mutates_args=())
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled(DEVICE))
+        return x.clone()
+
+    look.register_fake(torch.empty_like)
+    look.register_autograd(lambda ctx, grad: look(grad))
+    with on_ort(python_ops=["test_direct_call::seen"]):
+        runner = compiled(lambda x: look(x @ W))
+        for _ in range(2):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                result = runner(X)
+                result.sum().backward()
+    assert is_direct(result) and seen == [False] * 4
 
 
 def test_hooks_on_saved_tensors_send_a_call_autograds_way() -> None:
