@@ -147,6 +147,7 @@ def lower_inference(
 ) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
     _simplify(graph, target)
+    fuse_rms_norms(graph, target)
     choose_products(graph, target)
     hoisted = hoist(graph)
     graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))

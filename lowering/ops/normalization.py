@@ -71,7 +71,7 @@ def refuse_single(sizes: Sequence[Any]) -> None:
 
 
 # Elements from which on the mean and deviation of a row by ONNX Runtime's LayerNormalization, which adds one number after the other, are off by 1e-5.
-_LONG = 32768
+LONG = 32768
 
 
 def needs_primitives(op: Any, input: ir.Value, dims: int) -> bool:
@@ -81,7 +81,7 @@ def needs_primitives(op: Any, input: ir.Value, dims: int) -> bool:
     """
     sizes = [size for size in input.shape[-dims:] if isinstance(size, int)]  # type: ignore[index]
     is_single = len(sizes) == dims and math.prod(sizes) == 1
-    return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= _LONG or (is_single and op.builder.device_type != "cpu")
+    return input.dtype == ir.DataType.DOUBLE or math.prod(sizes) >= LONG or (is_single and op.builder.device_type != "cpu")
 
 
 # -- layer norm

@@ -15,6 +15,7 @@ from torch import fx
 
 from ort_backend.lowering import registry
 from ort_backend.lowering.fx_nodes import REFERENCES
+from ort_backend.lowering.ops.normalization import LONG
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -23,36 +24,47 @@ FORWARD, BACKWARD = aten._fused_rms_norm.default, aten._fused_rms_norm_backward.
 
 
 @dataclasses.dataclass
-class _Norm:
-    """`y = x * r * w`, where `r = rsqrt(mean(x ** 2) + eps)`, and the gradients of `x` and `w`.
+class _Gradients:
+    """Of `x` and `w`.
 
     Attributes:
-        normal: `x * r`
-        grad: That of `y`.
+        grad: The gradient of `y`.
+        scaled: `grad * w`
         by_root: The part of the gradient of `x` that comes through `normal` alone: `grad * w * r`.
         by_mean: The part that comes through the mean.
         total: The sum to which `by_mean` is added, of `by_root` and maybe others.
-        of_weight: The gradient of `w`.
+        of_weight: The gradient of `w`; None if it has none.
+    """
+
+    grad: fx.Node
+    scaled: fx.Node
+    by_root: fx.Node
+    by_mean: fx.Node
+    total: fx.Node
+    of_weight: fx.Node | None
+
+
+@dataclasses.dataclass
+class _Norm:
+    """`y = x * r * w`, where `r = rsqrt(mean(x ** 2) + eps)`.
+
+    Attributes:
+        normal: `x * r`
+        gradients: None where `x` and `w` have none.
     """
 
     x: fx.Node
     r: fx.Node
     weight: fx.Node
     eps: float
-    normal: fx.Node
     y: fx.Node
-    grad: fx.Node
-    scaled: fx.Node
-    by_root: fx.Node
-    by_mean: fx.Node
-    total: fx.Node
-    of_weight: fx.Node
+    gradients: _Gradients | None
 
 
 def fuse_rms_norms(graph: fx.Graph, target: OrtTarget) -> int:
-    """Rewrites a joint graph in place; returns how many norms. Nothing is done for an ONNX Runtime without kernels for them."""
+    """Rewrites a graph in place; returns how many norms. Nothing is done for an ONNX Runtime without kernels for them."""
     roots = graph.find_nodes(op="call_function", target=aten.rsqrt.default)
-    if not roots or not target.whole_graphs or not all(registry.find(one, target) for one in (FORWARD, BACKWARD)):
+    if not roots or not target.whole_graphs or any(next(registry.find(one, target), None) is None for one in (FORWARD, BACKWARD)):
         return 0
     found = [norm for norm in map(_norm_of, roots) if norm is not None]
     for norm in found:
@@ -72,22 +84,27 @@ def _norm_of(r: fx.Node) -> _Norm | None:
     if y is None or "recompute" in y.meta:
         return None
     weight = _other(y, normal)
-    for of_normal in normal.users:  # grad * normal
-        if of_normal is y or of_normal.target is not aten.mul.Tensor:
-            continue
-        grad = _other(of_normal, normal)
-        scaled = _product(grad, weight)
-        of_weight = _summed(of_normal, weight)
-        if scaled is None or of_weight is None or len(normal.users) != 2 or len(scaled.users) != 2:
-            continue
-        by_root = _product(scaled, r)
-        by_x = _product(scaled, x)
-        by_mean = None if by_x is None else _through_mean(by_x, x, r)
-        if by_root is None or by_mean is None or len(by_mean.users) != 1:
-            continue
-        total = next(iter(by_mean.users))
-        if total.target is aten.add.Tensor and not total.kwargs and by_root in (_other(total, by_mean), *_other(total, by_mean).args):
-            return _Norm(x, r, weight, eps, normal, y, grad, scaled, by_root, by_mean, total, of_weight)
+    if set(r.users) == {normal} and set(normal.users) == {y}:
+        return _Norm(x, r, weight, eps, y, None)
+    for scaled in weight.users:
+        if scaled is not y and scaled.target is aten.mul.Tensor and (found := _gradients(_other(scaled, weight), scaled, x, r, weight, normal, y)):
+            return _Norm(x, r, weight, eps, y, found)
+    return None
+
+
+def _gradients(grad: fx.Node, scaled: fx.Node, x: fx.Node, r: fx.Node, weight: fx.Node, normal: fx.Node, y: fx.Node) -> _Gradients | None:
+    """The gradients, if `scaled` is the gradient of `normal`, all of them are there, and nothing else reads what is computed on the way."""
+    others = [user for user in normal.users if user is not y]
+    of_weight = None if not others else _summed(others[0], weight)
+    if others and (others != [_product(normal, grad)] or of_weight is None):
+        return None
+    by_root, by_x = _product(scaled, r), _product(scaled, x)
+    by_mean = None if by_x is None else _through_mean(by_x, x, r)
+    if by_root is None or by_mean is None or len(scaled.users) != 2 or len(by_mean.users) != 1:
+        return None
+    total = next(iter(by_mean.users))
+    if total.target is aten.add.Tensor and not total.kwargs and by_root in (_other(total, by_mean), *_other(total, by_mean).args):
+        return _Gradients(grad, scaled, by_root, by_mean, total, of_weight)
     return None
 
 
@@ -107,7 +124,7 @@ def _forward_of(r: fx.Node) -> tuple[Any, float]:
     value = x.meta["val"]
     if value.dtype is not torch.float32 or dims != [value.dim() - 1]:
         return nothing
-    return (x, added.args[1]) if isinstance(value.shape[-1], int) and value.shape[-1] > 1 else nothing
+    return (x, added.args[1]) if isinstance(value.shape[-1], int) and 1 < value.shape[-1] < LONG else nothing
 
 
 def _dims(reduction: fx.Node) -> list[int]:
@@ -200,14 +217,17 @@ def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
         forward = _call(graph, FORWARD, (x, sizes, weight, norm.eps), (norm.y.meta["val"], norm.r.meta["val"]), norm.y)
         y, root = (_item(graph, forward, i) for i in range(2))
     norm.y.replace_all_uses_with(y)
-    grad = y if norm.grad is norm.y else norm.grad
-    with graph.inserting_before(norm.scaled):
+    if (made := norm.gradients) is None:
+        return
+    grad = y if made.grad is norm.y else made.grad
+    with graph.inserting_before(made.scaled):
         values = (x.meta["val"], weight.meta["val"])
-        backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, True]), values, norm.scaled)
+        backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, made.of_weight is not None]), values, made.scaled)
         of_x, of_weight = (_item(graph, backward, i) for i in range(2))
-    norm.of_weight.replace_all_uses_with(of_weight)
-    norm.by_root.replace_all_uses_with(of_x)
-    norm.total.replace_all_uses_with(_other(norm.total, norm.by_mean))
+    if made.of_weight is not None:
+        made.of_weight.replace_all_uses_with(of_weight)
+    made.by_root.replace_all_uses_with(of_x)
+    made.total.replace_all_uses_with(_other(made.total, made.by_mean))
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], values: tuple[Any, ...], like: fx.Node) -> fx.Node:

@@ -116,17 +116,49 @@ def test_other_norms_stay(fused: list[int]) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.weight * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.eps))
 
-    class OfFrozen(Norm):
-        def __init__(self, size: int) -> None:
-            super().__init__(size)
-            self.weight.requires_grad_(False)
-
     _same(OfOthers(8), torch.randn(4, 8))
-    own = torch.compile(OfFrozen(8), backend="ort_training")
-    own(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    _same(Norm(1 << 15), torch.randn(2, 1 << 15))  # too long for the kernel's sums
     half = torch.compile(Norm(8).to(torch.bfloat16), backend="ort_training")
     half(torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    assert fused == [0, 0, 0]
+    assert fused == [0, 0, 0] and not ort_backend.report().graphs[-1].outside
+
+
+def _frozen(model: nn.Module) -> nn.Module:
+    """As where others are trained beside a model: its norms have no gradients."""
+    for module in model.modules():
+        if isinstance(module, Norm):
+            module.requires_grad_(False)
+    return model
+
+
+def test_weights_without_gradients(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    _same(_frozen(Block(24)), torch.randn(3, 5, 24))
+    _same(_frozen(Norm(8)), torch.randn(4, 8))
+    assert fused == [2, 1] and not ort_backend.report().graphs[-1].outside
+
+
+def test_a_norm_of_what_has_no_gradient(fused: list[int]) -> None:
+    """In front of what is trained; another, of which the weight alone has one, is left."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 16)
+    for model, count in ((_frozen(nn.Sequential(Norm(16), nn.Linear(16, 4))), 1), (nn.Sequential(Norm(16), nn.Linear(16, 4)), 0)):
+        own = copy.deepcopy(model)
+        expected, found = model(x), torch.compile(own, backend="ort_training")(x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        for one in (expected, found):
+            one.square().sum().backward()
+        for parameter, other in zip(own.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-4)
+        assert fused.pop() == count
+
+
+def test_without_gradients(fused: list[int]) -> None:
+    torch.manual_seed(0)
+    model, x = Block(24), torch.randn(3, 5, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="ort_training")(x), model(x), rtol=1e-4, atol=1e-5)
+    assert fused == [2]
 
 
 def test_a_checkpoint_computes_it_again(fused: list[int]) -> None:
