@@ -1,13 +1,14 @@
 """Root mean square normalizations that are written out, as those of Hugging Face's models are, become one operator, forward and backward.
 
-Each is seven operators in the forward and sixteen in the backward (transformers 5.17); ONNX Runtime has one for either.
+Each is seven operators in the forward and sixteen in the backward (transformers 5.17); ONNX Runtime has one for either. A norm of half precision is
+computed in float32, and rounded in front of the weight; here it is so behind it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
+_HALVES = {torch.float16, torch.bfloat16}
 FORWARD, BACKWARD = aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default
 
 
@@ -29,7 +31,7 @@ class _Gradients:
 
     Attributes:
         grad: The gradient of `y`.
-        scaled: `grad * w`
+        scaled: `grad * w`, in float32
         by_root: The part of the gradient of `x` that comes through `normal` alone: `grad * w * r`.
         by_mean: The part that comes through the mean.
         total: The sum to which `by_mean` is added, of `by_root` and maybe others.
@@ -80,23 +82,37 @@ def _norm_of(r: fx.Node) -> _Norm | None:
     normal = _product(r, x)
     if normal is None:
         return None
-    y = _only([user for user in normal.users if _is_scaled(user, normal)])
+    rounded = _cast_of(normal, _HALVES) or normal
+    y = _only([user for user in rounded.users if _is_scaled(user, rounded)])
     if y is None or "recompute" in y.meta:
         return None
-    weight = _other(y, normal)
-    if set(r.users) == {normal} and set(normal.users) == {y}:
-        return _Norm(x, r, weight, eps, y, None)
-    for scaled in weight.users:
-        if scaled is not y and scaled.target is aten.mul.Tensor and (found := _gradients(_other(scaled, weight), scaled, x, r, weight, normal, y)):
-            return _Norm(x, r, weight, eps, y, found)
+    weight = _other(y, rounded)
+    norm = _Norm(x, r, weight, eps, y, None)
+    if set(r.users) == {normal} and set(rounded.users) == {y}:
+        return norm
+    for product in weight.users:
+        if product is not y and product.target is aten.mul.Tensor and (found := _gradients(norm, rounded, product, rounded is not normal)):
+            return dataclasses.replace(norm, gradients=found)
     return None
 
 
-def _gradients(grad: fx.Node, scaled: fx.Node, x: fx.Node, r: fx.Node, weight: fx.Node, normal: fx.Node, y: fx.Node) -> _Gradients | None:
-    """The gradients, if `scaled` is the gradient of `normal`, all of them are there, and nothing else reads what is computed on the way."""
-    others = [user for user in normal.users if user is not y]
+def _gradients(norm: _Norm, rounded: fx.Node, product: fx.Node, is_half: bool) -> _Gradients | None:
+    """The gradients, if `product` is `grad * w`, all of them are there, and nothing else reads what is computed on the way.
+
+    Args:
+        norm: What is known of it so far.
+        rounded: `x * r`, of the weight's dtype.
+        product: What may be the gradient of `rounded`.
+        is_half: Whether they are of half precision.
+    """
+    x, r, weight = norm.x, norm.r, norm.weight
+    grad = _other(product, weight)
+    others = [user for user in rounded.users if user is not norm.y]
     of_weight = None if not others else _summed(others[0], weight)
-    if others and (others != [_product(normal, grad)] or of_weight is None):
+    if others and (others != [_product(rounded, grad)] or of_weight is None):
+        return None
+    scaled = _cast_of(product, {torch.float32}) if is_half else product
+    if scaled is None:
         return None
     by_root, by_x = _product(scaled, r), _product(scaled, x)
     by_mean = None if by_x is None else _through_mean(by_x, x, r)
@@ -138,7 +154,7 @@ def _is_scaled(node: fx.Node, normal: fx.Node) -> bool:
     if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) for one in node.args):
         return False
     weight, size = _other(node, normal).meta["val"], normal.meta["val"].shape[-1]
-    return weight.dim() == 1 and weight.shape[0] == size and weight.dtype is torch.float32
+    return weight.dim() == 1 and weight.shape[0] == size and weight.dtype is normal.meta["val"].dtype
 
 
 def _summed(node: fx.Node, weight: fx.Node) -> fx.Node | None:
@@ -154,9 +170,10 @@ def _summed(node: fx.Node, weight: fx.Node) -> fx.Node | None:
         if len(total.users) != 1:
             return None
         total = next(iter(total.users))
-        if total.target not in (aten.view.default, aten.reshape.default, aten.squeeze.dims):
+        if total.target not in (aten.view.default, aten.reshape.default, aten.squeeze.dims, aten._to_copy.default):
             return None
-    return total if total.meta["val"].shape == weight.meta["val"].shape else None
+    total = _cast_of(total, {weight.meta["val"].dtype}) or total
+    return total if total.meta["val"].shape == weight.meta["val"].shape and total.meta["val"].dtype is weight.meta["val"].dtype else None
 
 
 def _through_mean(by_x: fx.Node, x: fx.Node, r: fx.Node) -> fx.Node | None:
@@ -178,6 +195,12 @@ def _through_mean(by_x: fx.Node, x: fx.Node, r: fx.Node) -> fx.Node | None:
             return None
         node = user
     return node
+
+
+def _cast_of(node: fx.Node, dtypes: Collection[torch.dtype]) -> fx.Node | None:
+    """What alone reads a node, if that is a cast of it to one of the dtypes."""
+    user = _only(list(node.users))
+    return user if user is not None and user.target is aten._to_copy.default and user.meta["val"].dtype in dtypes else None
 
 
 def _is_cube(node: Any, r: fx.Node) -> bool:
@@ -211,23 +234,34 @@ def _other(node: fx.Node, one: fx.Node) -> Any:
 
 
 def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
-    x, weight = norm.x, norm.weight
+    x, dtype = norm.x, norm.y.meta["val"].dtype
     sizes = [x.meta["val"].shape[-1]]
     with graph.inserting_before(norm.y):
-        forward = _call(graph, FORWARD, (x, sizes, weight, norm.eps), (norm.y.meta["val"], norm.r.meta["val"]), norm.y)
+        weight = _cast(graph, norm.weight, torch.float32)
+        forward = _call(graph, FORWARD, (x, sizes, weight, norm.eps), (x.meta["val"], norm.r.meta["val"]), norm.y)
         y, root = (_item(graph, forward, i) for i in range(2))
+        y = _cast(graph, y, dtype)
     norm.y.replace_all_uses_with(y)
     if (made := norm.gradients) is None:
         return
-    grad = y if made.grad is norm.y else made.grad
     with graph.inserting_before(made.scaled):
+        grad = _cast(graph, y if made.grad is norm.y else made.grad, torch.float32)
         values = (x.meta["val"], weight.meta["val"])
         backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, made.of_weight is not None]), values, made.scaled)
         of_x, of_weight = (_item(graph, backward, i) for i in range(2))
-    if made.of_weight is not None:
-        made.of_weight.replace_all_uses_with(of_weight)
+        if made.of_weight is not None:
+            made.of_weight.replace_all_uses_with(_cast(graph, of_weight, dtype))
     made.by_root.replace_all_uses_with(of_x)
     made.total.replace_all_uses_with(_other(made.total, made.by_mean))
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    value = node.meta["val"]
+    if value.dtype is dtype:
+        return node
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta = {**node.meta, "val": value.to(dtype)}
+    return cast
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], values: tuple[Any, ...], like: fx.Node) -> fx.Node:
