@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ort_backend.lowering import fused_attention
+from ort_backend.lowering.counters import count_together
 from ort_backend.lowering.lowered import Outside
 from ort_backend.lowering.merged_calls import merge_calls
 from ort_backend.lowering.parameter_casts import cast_together
@@ -22,8 +23,11 @@ def rewrite_calls(graph: ir.Graph, calls: Sequence[PythonCall], target: OrtTarge
     Returns:
         The callables of the nodes that there are now, what to say of new ones in the report, and how many nodes less make the same calls.
     """
-    casts, outside = cast_together(graph) if target.kernels != "onnxruntime" else ([], [])
-    calls = [*calls, *casts]
+    outside: list[Outside] = []
+    if target.kernels != "onnxruntime":
+        for made, said in (cast_together(graph), count_together(graph)):
+            calls = [*calls, *made]
+            outside += said
     attention = {call.name for call in calls if call.recipe is not None and fused_attention.is_kernel(call.recipe.target)}
     views = view_in_calls(graph, attention)
     merged = merge_calls(graph, put_channels_last(graph, calls, views), views)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ort_backend.lowering.builder import Builder
+from ort_backend.lowering.counters import count_together
 from ort_backend.lowering.dtypes import carrier, to_torch
 from ort_backend.lowering.merged_calls import merge_calls
 from ort_backend.lowering.parameter_casts import cast_together
@@ -308,3 +309,26 @@ def test_parameters_are_cast_together() -> None:
     (node,) = [node for node in made.graph if callable_of(node) is not None]
     assert len(node.inputs) == len(node.outputs) == 4
     assert cast_together(graph(trains=False)[0].graph) == ([], [])
+
+
+def test_counters_are_counted_together() -> None:
+    """Single numbers that come in, where 1 is added; four of them at least."""
+    made = Graph()
+    numbers = [made.input(torch.tensor(i, device="cpu")) for i in range(6)]
+    one, two = (made.op.Constant(value=ir.tensor(i, dtype=ir.DataType.INT64)) for i in (1, 2))
+    made.given |= {one: torch.tensor(1), two: torch.tensor(2)}
+    made.fakes |= {one: torch.tensor(1), two: torch.tensor(2)}
+    counted = [made.kernel("Add", number, two if i == 5 else one) for i, number in enumerate(numbers)]
+    twice = made.kernel("Add", counted[0], one)
+    made.graph.outputs.extend([*counted, twice])
+    calls, outside = count_together(made.graph)
+    made.calls += calls
+    assert made.run() == [1, 2, 3, 4, 5, 7, 2]
+    assert [one.operator for one in outside] == ["aten::_foreach_add"]
+    assert [node.op_type for node in made.graph if node.op_type != "Constant"] == [TRITON, "Add", "Add"]
+
+    few = Graph()
+    one = few.op.Constant(value=ir.tensor(1, dtype=ir.DataType.INT64))
+    few.fakes[one] = torch.tensor(1)
+    few.graph.outputs.extend(few.kernel("Add", few.input(torch.tensor(i, device="cpu")), one) for i in range(3))
+    assert count_together(few.graph) == ([], [])
