@@ -24,7 +24,7 @@ from ort_backend.lowering.partition import JointPartition, divide
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
-from ort_backend.lowering.passes.effects import has_effect, mark_effects
+from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -85,7 +85,8 @@ def lower_joint(
     fuse_scales(graph)
     split_input_gradients(graph, target)
     hoisted = hoist(graph)
-    recompute(module, num_fwd_outputs)
+    if recompute(module, num_fwd_outputs):
+        fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
     keep_probabilities(graph, target)
     choose_products(graph, target)
@@ -150,7 +151,7 @@ def lower_inference(
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
     hoisted = hoist(graph)
-    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
+    drop_unread(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     primals = [node for node in placeholders if "draw" not in node.meta]
     draws = [node for node in placeholders if "draw" in node.meta]

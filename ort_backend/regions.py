@@ -28,7 +28,7 @@ from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outsid
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
-from ort_backend.lowering.passes.effects import has_effect, mark_effects
+from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
@@ -87,7 +87,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     index_rows(graph)
     add_blocks(graph)
     draws = hoist(graph).draws
-    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node))
+    drop_unread(graph)
     refused: dict[fx.Node, str] = {}
     while True:
         plan = schedule(graph, target, refused, strict=strict)

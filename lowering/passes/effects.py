@@ -10,6 +10,7 @@ import operator
 import torch
 from torch import fx
 
+from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.provenance import operator_name
 
 # Checks of the tracer, which Dynamo's guards have made: nothing runs them.
@@ -48,6 +49,11 @@ def mark_effects(graph: fx.Graph) -> None:
 def has_effect(node: fx.Node) -> bool:
     """Whether a node must run although nothing uses its result, and in its place among others like it."""
     return bool(node.meta.get("effect"))
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Removes, in place, what nothing reads, but for random draws and what has effects."""
+    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node) or is_random(node))
 
 
 def is_dropped(node: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 from ort_backend.lowering import registry
 from ort_backend.lowering.fx_nodes import REFERENCES
 from ort_backend.lowering.ops.normalization import LONG
+from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -63,16 +64,22 @@ class _Norm:
     gradients: _Gradients | None
 
 
-def fuse_rms_norms(graph: fx.Graph, target: OrtTarget) -> int:
-    """Rewrites a graph in place; returns how many norms. Nothing is done for an ONNX Runtime without kernels for them."""
+def fuse_rms_norms(graph: fx.Graph, target: OrtTarget, *, checkpoints: bool = False) -> int:
+    """Rewrites a graph in place; returns how many norms. Nothing is done for an ONNX Runtime without kernels for them.
+
+    Those in checkpoints are left, unless `checkpoints` says that what is computed again is written twice by now: the first is a norm without
+    gradients, the second one with them.
+    """
     roots = graph.find_nodes(op="call_function", target=aten.rsqrt.default)
     if not roots or not target.whole_graphs or any(next(registry.find(one, target), None) is None for one in (FORWARD, BACKWARD)):
         return 0
-    found = [norm for norm in map(_norm_of, roots) if norm is not None]
+    if checkpoints:
+        drop_unread(graph)
+    found = [norm for norm in map(_norm_of, roots) if norm is not None and (checkpoints or "recompute" not in norm.y.meta)]
     for norm in found:
         _rewrite(graph, norm)
     if found:
-        graph.eliminate_dead_code()
+        drop_unread(graph)
     return len(found)
 
 
@@ -84,7 +91,7 @@ def _norm_of(r: fx.Node) -> _Norm | None:
         return None
     rounded = _cast_of(normal, _HALVES) or normal
     y = _only([user for user in rounded.users if _is_scaled(user, rounded)])
-    if y is None or "recompute" in y.meta:
+    if y is None:
         return None
     weight = _other(y, rounded)
     norm = _Norm(x, r, weight, eps, y, None)

@@ -14,6 +14,7 @@ from torch import fx
 
 from ort_backend.lowering.fx_nodes import REFERENCES, source_of
 from ort_backend.lowering.ops.rotary_embedding import KERNEL, ROTARY_EMBEDDING
+from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.symbolic import have_same_sizes
 from ort_backend.target import OrtTarget
 
@@ -62,7 +63,7 @@ def fuse_rotary_embeddings(graph: fx.Graph, target: OrtTarget) -> int:
     for one in found:
         _rewrite(graph, one, halves)
     if found:
-        graph.eliminate_dead_code()
+        drop_unread(graph)
     return len(found)
 
 
