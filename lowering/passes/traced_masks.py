@@ -25,6 +25,9 @@ _MASK, _CAUSAL = 3, 5
 _MOST_NODES = 64
 _MOST_ELEMENTS = 1 << 24
 
+# What `.data` is in Dynamo's graph (torch 2.13).
+_DATA = getattr(torch._C._autograd, "_get_data_attr", None)
+
 _FUNCTIONS = {
     torch.arange, torch.ones, torch.zeros, torch.full, torch.tril, torch.triu, torch.where, torch.logical_and, torch.logical_or, torch.logical_not,
     torch.ge, torch.le, torch.gt, torch.lt, torch.eq, torch.ne, torch.unsqueeze, torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum,
@@ -41,7 +44,7 @@ _METHODS = {
 def drop_traced_masks(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     """Takes, in place, masks from attention on such a device that masks nothing, or that is causal without them.
 
-    A mask is known where it depends on no input of the graph and has no symbolic size. It is computed, once, on the CPU.
+    A mask is known where it depends on no input of the graph, has no symbolic size, and is written to nowhere. It is computed, once, on the CPU.
 
     Returns:
         From how many calls a mask was taken.
@@ -94,7 +97,17 @@ def _is_known(node: fx.Node) -> bool:
     value = _value(node)
     if not known or "out" in node.kwargs or not isinstance(value, torch.Tensor):
         return False
-    return all(isinstance(size, int) for size in value.shape) and value.numel() <= _MOST_ELEMENTS
+    if not all(isinstance(size, int) for size in value.shape) or value.numel() > _MOST_ELEMENTS:
+        return False
+    return not _is_written(node, value)
+
+
+def _is_written(node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether anything in the program writes to a tensor, or to a view of it.
+
+    This graph has writes (`mask[0] = True`) as nodes whose result nobody reads. PyTorch counts them on fake tensors, too, but those through `.data`.
+    """
+    return value.is_inference() or value._version > 0 or any(user.target is _DATA for user in node.users)
 
 
 def _judged(nodes: list[fx.Node], sizes: tuple[Any, ...]) -> tuple[bool, bool]:

@@ -85,6 +85,44 @@ def test_others_stay(mask: Callable[[Tensor], Tensor]) -> None:
     assert _compiled(lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=mask(x)), Q)[2] == 0
 
 
+def _element(mask: Tensor, x: Tensor) -> Tensor:
+    mask[0, 3] = True
+    return mask
+
+
+def _through_view(mask: Tensor, x: Tensor) -> Tensor:
+    row = mask[0]
+    row[3] = True
+    return mask
+
+
+def _view_before(mask: Tensor, x: Tensor) -> Tensor:
+    part = mask[:, :]
+    mask.logical_or_(x[0, 0, 0, :L] > 0)
+    return part
+
+
+def _to_result(mask: Tensor, x: Tensor) -> Tensor:
+    torch.logical_or(mask, x[0, 0, 0, :1] > 0, out=mask)
+    return mask
+
+
+def _through_data(mask: Tensor, x: Tensor) -> Tensor:
+    mask.data[0, 3] = True
+    return mask
+
+
+@pytest.mark.parametrize("write", [_element, _through_view, _view_before, _to_result, _through_data])
+def test_what_is_written_to_stays(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def attention(x: Tensor) -> Tensor:
+        mask = write(torch.ones(L, L, dtype=torch.bool, device=x.device).tril(), x)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    result, _, dropped = _compiled(attention, Q)
+    assert dropped == 0
+    torch.testing.assert_close(result, attention(Q))
+
+
 def test_only_what_is_fixed_and_on_the_device() -> None:
     def attention(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, attn_mask=_written_by_transformers(x))
