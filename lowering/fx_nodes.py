@@ -50,6 +50,13 @@ def source_of(value: Any) -> Any:
     return value
 
 
+def call_beside(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call, where the graph inserts, with the metadata of `beside`, and as a fake tensor what it gives of those of its arguments."""
+    made = graph.call_function(target, args, kwargs)
+    made.meta = {**beside.meta, "val": target(*fx.node.map_arg(args, lambda one: one.meta["val"]), **kwargs)}
+    return made
+
+
 def nodes_in(tree: Any) -> list[fx.Node]:
     """The nodes in nested arguments, in order, each as often as it stands there."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]

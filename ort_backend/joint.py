@@ -30,6 +30,7 @@ from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
+from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rms_norms import fuse_rms_norms
@@ -133,6 +134,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     settle_zeros(graph)
     keep_sums_wide(graph)
     drop_relayouts(graph)
+    transform_back(graph)
     put_channels_last(graph, target)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)

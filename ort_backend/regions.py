@@ -32,6 +32,7 @@ from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
+from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.row_indices import index_rows
@@ -76,6 +77,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     settle_zeros(graph)
     keep_sums_wide(graph)
     drop_relayouts(graph)
+    transform_back(graph)
     simplify_linear_gradients(graph)
     if not is_half:
         mark_gradients(graph, everywhere=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import call_beside
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
@@ -67,9 +68,9 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
     grad_output, _, weight, _, _, padding, dilation, *_, wanted = node.args
     pads = [reach - pad for reach, pad in zip(_reach(weight.meta["val"].shape, dilation), _both(padding))]  # type: ignore[union-attr]
     with graph.inserting_before(node):
-        swapped = _call(graph, node, aten.transpose.int, weight, 0, 1)
-        turned = _call(graph, node, aten.flip.default, swapped, [2, 3])
-        gradient = _call(graph, node, aten.convolution.default, grad_output, turned, None, [1, 1], pads, _both(dilation), False, [0, 0], 1)
+        swapped = call_beside(graph, node, aten.transpose.int, weight, 0, 1)
+        turned = call_beside(graph, node, aten.flip.default, swapped, [2, 3])
+        gradient = call_beside(graph, node, aten.convolution.default, grad_output, turned, None, [1, 1], pads, _both(dilation), False, [0, 0], 1)
     node.args = (*node.args[:-1], [False, *wanted[1:]])  # type: ignore[index, misc]
     node.meta["val"] = (None, *node.meta["val"][1:])
     for user in list(node.users):
@@ -78,10 +79,3 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(user)
     if not node.users:
         graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = graph.call_function(target, args)
-    fakes = fx.node.map_arg(args, lambda one: one.meta["val"])
-    made.meta = {**beside.meta, "val": target(*fakes)}
-    return made

@@ -6,10 +6,10 @@ be the angle between a direction and the way from a point to itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
+
+from ort_backend.lowering.fx_nodes import call_beside
 
 aten = torch.ops.aten
 
@@ -50,12 +50,6 @@ def _is_sum(node: fx.Node) -> bool:
 def _without_sign(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A sum with 0, which ONNX Runtime's optimiser would drop."""
     with graph.inserting_after(node):
-        is_zero = _call(graph, node, aten.eq.Scalar, node, 0)
+        is_zero = call_beside(graph, node, aten.eq.Scalar, node, 0)
     with graph.inserting_after(is_zero):
-        return _call(graph, node, aten.masked_fill.Scalar, node, is_zero, 0.0)
-
-
-def _call(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
-    made = graph.call_function(target, args)
-    made.meta = {**beside.meta, "val": target(*fx.node.map_arg(args, lambda one: one.meta["val"]))}
-    return made
+        return call_beside(graph, node, aten.masked_fill.Scalar, node, is_zero, 0.0)
