@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -262,62 +262,3 @@ def _divided(op: Any, number: Size, by: int) -> Size:
 
 def _multiplied(op: Any, number: Size, by: int) -> Size:
     return number * by if isinstance(number, int) else op.Mul(number, constant(op, by, ir.DataType.INT64))
-
-
-@register(aten.unfold.default, any_dtype=True)
-def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
-    """unfold(Tensor self, int dimension, int size, int step) -> Tensor"""
-    if rank(self) == 0:
-        return op.Reshape(self, int64s(op, [1])) if size == 1 else op.Reshape(self, int64s(op, [0]), allowzero=1)
-    at = axis(self, dimension)
-    last = [*(i for i in range(rank(self) + 1) if i != at + 1), at + 1]
-    total = length(op, self, at)
-    if _tiles(total, size, step):
-        sizes = [length(op, self, i) for i in range(rank(self))]
-        return op.Transpose(reshape(op, self, [*sizes[:at], total // size, size, *sizes[at + 1 :]]), perm=last)
-    gathered = op.Gather(self, _windows(op, total, size, step), axis=at)
-    return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=last)
-
-
-def _tiles(total: Size, size: int, step: int) -> TypeGuard[int]:
-    """Whether windows cover an axis once."""
-    return isinstance(total, int) and total > 0 and size == step and total % size == 0
-
-
-def _windows(op: Any, total: Size, size: int, step: int) -> ir.Value:
-    """The positions along an axis that each window covers, one row per window."""
-    if not isinstance(total, ir.Value):
-        return constant(op, torch.arange(total).unfold(0, size, step).numpy(), ir.DataType.INT64)
-    zero, width = constant(op, 0, ir.DataType.INT64), constant(op, step, ir.DataType.INT64)
-    starts = op.Range(zero, op.Sub(total, size - 1), width)
-    return op.Add(op.Unsqueeze(starts, int64s(op, [1])), constant(op, list(range(size)), ir.DataType.INT64))
-
-
-@register(aten.unfold_backward.default)
-def unfold_backward(op: Any, grad_in: ir.Value, input_sizes: Sequence[Size], dim: int, size: int, step: int) -> ir.Value:
-    """unfold_backward(Tensor grad_in, SymInt[] input_sizes, int dim, int size, int step) -> Tensor"""
-    if not input_sizes:
-        return op.Reshape(grad_in, int64s(op, []))
-    at = dim % len(input_sizes)
-    if _tiles(input_sizes[at], size, step) and dim_name(grad_in, at) != 1:
-        back = [*range(at + 1), len(input_sizes), *range(at + 1, len(input_sizes))]
-        return reshape(op, op.Transpose(grad_in, perm=back), input_sizes)
-    rows = op.Reshape(_windows(op, input_sizes[at], size, step), int64s(op, [-1, 1]))
-    if any(dim_name(grad_in, i) == 1 != name_of(part) for i, part in enumerate(input_sizes) if i != at):
-        # One row of windows for all, as `istft` has it.
-        windows = op.Shape(grad_in, start=at, end=at + 1)
-        grad_in = op.Expand(grad_in, op.Concat(*_around(op, input_sizes, at, windows), int64s(op, [size]), axis=0))
-    # Windows first, so that every position of the axis is a row that gradients are added to.
-    order = [at, len(input_sizes), *(i for i in range(len(input_sizes)) if i != at)]
-    others = [part for i, part in enumerate(input_sizes) if i != at]
-    updates = op.Reshape(op.Transpose(grad_in, perm=order), op.Concat(op.Shape(rows, end=1), as_vector(op, others), axis=0), allowzero=1)
-    zeros = op.Expand(constant(op, 0, grad_in.dtype), as_vector(op, [input_sizes[at], *others]))  # type: ignore[arg-type]
-    total = op.ScatterND(zeros, rows, updates, reduction="add")
-    back = [*range(1, at + 1), 0, *range(at + 1, len(input_sizes))]
-    return total if at == 0 else op.Transpose(total, perm=back)
-
-
-def _around(op: Any, sizes: Sequence[Size], at: int, middle: ir.Value) -> list[ir.Value]:
-    """Sizes as 1-d tensors to join, one of them replaced."""
-    before, behind = sizes[:at], sizes[at + 1 :]
-    return [*([as_vector(op, before)] if before else []), middle, *([as_vector(op, behind)] if behind else [])]
