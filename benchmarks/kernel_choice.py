@@ -88,6 +88,7 @@ def activations(n: int) -> Iterator[Case]:
     yield aten.hardtanh_backward.default, (g, x, -1.0, 1.0), {}
     yield aten.leaky_relu.default, (x, 0.01), {}
     yield aten._prelu_kernel.default, (x, rand(1)), {}
+    yield aten._prelu_kernel_backward.default, (g, x, rand(1)), {}
     yield aten.elu_backward.default, (g, 1.0, 1.0, 1.0, False, x), {}
     yield aten.softplus_backward.default, (g, x, 1.0, 20.0), {}
     for op in (aten.smooth_l1_loss, aten.huber_loss):

@@ -329,6 +329,14 @@ def prelu_kernel(op, self, weight):
     return op.Add(op.Relu(self), op.Mul(weight, op.Min(self, scalar_like(op, 0.0, self))))
 
 
+@register(aten._prelu_kernel_backward.default, promote="output")
+def prelu_kernel_backward(op, grad_output, self, weight):
+    """_prelu_kernel_backward(Tensor grad_output, Tensor self, Tensor weight) -> (Tensor, Tensor)"""
+    zero = scalar_like(op, 0.0, self)
+    positive = op.Greater(self, zero)
+    return op.Where(positive, grad_output, op.Mul(weight, grad_output)), op.Where(positive, zero, op.Mul(self, grad_output))
+
+
 @register(aten.glu.default)
 def glu(op, self, dim=-1):
     """glu(Tensor self, int dim=-1) -> Tensor"""

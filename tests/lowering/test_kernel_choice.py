@@ -170,12 +170,13 @@ def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str])
     [
         (lambda x: nn.functional.glu(x, 1) * 2, (512, 64, 32), ["aten::glu", "aten::glu_backward"]),
         (lambda x: nn.functional.leaky_relu(x) * 2, (512, 512), ["aten::leaky_relu", "aten::leaky_relu_backward"]),
+        (lambda x: nn.functional.prelu(x, x[0, :1]) * 2, (512, 512), ["aten::_prelu_kernel", "aten::_prelu_kernel_backward"]),
         (lambda x: x.roll(3, 1) * 2, (512, 64, 32), ["aten::roll"]),
         (lambda x: x[:, 1::2] * 2, (512, 64, 32), ["aten::slice_backward"]),
         (lambda x: x.index_select(1, PLACES[0]) * 2, (512, 64, 32), ["aten::index_add"]),
         (lambda x: x.scatter(1, PLACES[:512], x[:, :32]) * 2, (512, 64), ["aten::scatter.src"]),
     ],
-    ids=["glu", "leaky_relu", "roll", "slice", "index_select", "scatter"],
+    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter"],
 )
 def test_large_tensors_by_pytorchs_kernels(function: Any, shape: tuple[int, ...], chosen: list[str]) -> None:
     assert [operator for operator, _, _ in _outside(function, torch.randn(shape))] == chosen
