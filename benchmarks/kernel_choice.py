@@ -243,7 +243,7 @@ def convolutions(n: int) -> Iterator[Case]:
     side = 28
     many = max(8, min(128, n // (4 * side * side)))
     cases = [(7, 1, many, many, many), (3, 1, many, many, many)]
-    for size, stride in ((1, 1), (3, 1), (3, 2), (4, 2), (5, 1), (5, 2), (7, 2)):
+    for size, stride in ((1, 1), (3, 1), (3, 2), (4, 2), (5, 1), (5, 2), (7, 1), (7, 2)):
         blocks, other = max(16, many // 16 * 16), max(17, many - (many % 16 == 0))
         cases += [(size, stride, blocks, blocks, 1), (size, stride, other, other, 1), (size, stride, 3, 64, 1)]
     for size, stride, channels, results, groups in cases:

@@ -89,7 +89,9 @@ def _class_of(one: Convolution) -> str:
     kind = "dense" if one.groups == 1 else "depthwise" if shape[1] == 1 and one.groups == shape[0] else "grouped"
     strided = "" if all(step == 1 for step in one.stride) else " strided"
     channels = "" if kind != "dense" else " thin" if min(shape[:2]) < 16 else " by 16" if shape[0] % 16 == shape[1] % 16 == 0 else ""
-    return f"{kind} {_measured_size(kind, *shape[2:])}{strided}{channels}"
+    # ONNX Runtime's time over oneDNN's: 1.2 to 2.2 for 7 x 7, 1.1 to 2.2 for 9 x 9, 1.6 to 2.0 for 11 x 11 (gradients last)
+    large = kind == "dense" and not strided and len(shape) == 4 and shape[2] == shape[3] > 7
+    return f"{kind} {'7x7' if large else _measured_size(kind, *shape[2:])}{strided}{channels}"
 
 
 def _measured_size(kind: str, *sizes: int) -> str:

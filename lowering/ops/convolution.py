@@ -58,7 +58,15 @@ def convolution(op, input, weight, bias, stride, padding, dilation, transposed, 
     inputs = (input, weight) if bias is None else (input, weight, bias)
     if not transposed:
         return op.Conv(*inputs, **attributes)
-    return op.ConvTranspose(*inputs, **attributes, output_padding=_per_dim(output_padding, len(attributes["strides"])))
+    return _transposed(op, *inputs, **attributes, output_padding=_per_dim(output_padding, len(attributes["strides"])))
+
+
+def _transposed(op: Any, input: ir.Value, weight: ir.Value, *bias: ir.Value, **attributes: Any) -> ir.Value:
+    """A transposed convolution; over one dimension as one over planes of height 1: see `_of_planes`."""
+    if len(attributes["strides"]) != 1:
+        return op.ConvTranspose(input, weight, *bias, **attributes)
+    planes = [op.Unsqueeze(value, int64s(op, [2])) for value in (input, weight)]
+    return op.Squeeze(op.ConvTranspose(*planes, *bias, **_of_planes(attributes)), int64s(op, [2]))
 
 
 @register(aten.convolution_backward.default, requires=("com.microsoft::ConvGrad",))
@@ -73,31 +81,42 @@ def convolution_backward_fused(
     if not transposed:
         bias = ir.Value(type=weight.type, shape=ir.Shape([weight.shape[0]]))
         likes = [like if wanted else None for like, wanted in zip((input, weight, bias), output_mask)]
-        if groups == 1 or len(attributes["strides"]) == 2 or not output_mask[0]:
-            return microsoft(op, "ConvGrad", grad_output, input, weight, like=likes, **attributes)
+        if len(attributes["strides"]) == 1:
+            return _as_planes(op, grad_output, input, weight, likes, attributes)
         # For each group but the first, the kernel clears as much memory as all groups have: past the end of the input's gradient, except in
         # its code for two dimensions (1.19.2).
-        if len(attributes["strides"]) != 1:
+        if groups != 1 and len(attributes["strides"]) != 2 and output_mask[0]:
             raise Unsupported("ConvGrad writes past its output for grouped convolutions over other than two dimensions")
-        return _as_planes(op, grad_output, input, weight, likes, attributes)
+        return _conv_grad(op, grad_output, input, weight, likes, attributes)
     # The transposed convolution is the gradient of a convolution: its own gradient is that convolution.
     grad_input = op.Conv(grad_output, weight, **attributes) if output_mask[0] else None
     grad_weight = None
     if output_mask[1]:
-        _, grad_weight, _ = microsoft(op, "ConvGrad", input, grad_output, weight, like=[None, weight, None], **attributes)
+        write = _as_planes if len(attributes["strides"]) == 1 else _conv_grad
+        _, grad_weight, _ = write(op, input, grad_output, weight, [None, weight, None], attributes)
     return grad_input, grad_weight, _bias_gradient(op, grad_output) if output_mask[2] else None
 
 
+def _conv_grad(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, likes: list[Any], attributes: dict[str, Any]) -> list[Any]:
+    return list(microsoft(op, "ConvGrad", grad_output, input, weight, like=likes, **attributes))
+
+
 def _as_planes(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.Value, likes: list[Any], attributes: dict[str, Any]) -> list[Any]:
-    """`ConvGrad` of a convolution over one dimension, as one over planes of height 1."""
-    (stride,), (dilation,), (before, after) = (attributes[name] for name in ("strides", "dilations", "pads"))
-    attributes = {**attributes, "strides": [1, stride], "dilations": [1, dilation], "pads": [0, before, 0, after]}
-    if "kernel_shape" in attributes:
-        attributes["kernel_shape"] = [1, *attributes["kernel_shape"]]
-    planes = [op.Unsqueeze(value, int64s(op, [2])) for value in (grad_output, input, weight)]
+    """`ConvGrad` of a convolution over one dimension, as one over planes of height 1: see `_of_planes`."""
+    grad_output, input, weight = (op.Unsqueeze(value, int64s(op, [2])) for value in (grad_output, input, weight))
     high = [None if like is None else ir.Value(type=like.type, shape=_with_height(like)) for like in likes]
-    grad_input, grad_weight, grad_bias = microsoft(op, "ConvGrad", *planes, like=high, **attributes)
+    grad_input, grad_weight, grad_bias = _conv_grad(op, grad_output, input, weight, high, _of_planes(attributes))
     return [None if value is None else op.Squeeze(value, int64s(op, [2])) for value in (grad_input, grad_weight)] + [grad_bias]
+
+
+def _of_planes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Attributes of a convolution over one dimension for planes of height 1.
+
+    ONNX Runtime's code for pixels under a filter, and that for their sums, is fast in two dimensions: in one, signals of 32 to 512 channels took
+    transposed convolutions 1.7 to 3.8 times as long, gradients 1.2 to 3.6 times (1.19.2; AMD EPYC of family 25, model 17).
+    """
+    (before, after), neutral = attributes["pads"], {"kernel_shape": 1, "strides": 1, "dilations": 1, "output_padding": 0}
+    return {**attributes, "pads": [0, before, 0, after], **{name: [one, *attributes[name]] for name, one in neutral.items() if name in attributes}}
 
 
 def _with_height(value: ir.Value) -> ir.Shape | None:
@@ -154,7 +173,7 @@ def _input_gradient(op: Any, grad_output: ir.Value, input: ir.Value, weight: ir.
     spatial = len(attributes["strides"])
     pads = attributes["pads"][:spatial]
     longest = {**attributes, "pads": [0] * (2 * spatial), "output_padding": [stride - 1 for stride in attributes["strides"]]}
-    full = op.ConvTranspose(grad_output, weight, **longest)
+    full = _transposed(op, grad_output, weight, **longest)
     ends = op.Add(op.Shape(input, start=2), int64s(op, pads))
     return op.Slice(full, int64s(op, pads), ends, int64s(op, range(2, 2 + spatial)))
 

@@ -10,9 +10,11 @@ import torch
 from torch import randn
 
 from ort_backend.errors import LoweringError
+from ort_backend.runtime import capabilities
 
 aten = torch.ops.aten
 contrib = pytest.mark.parametrize("contrib", [True, False], ids=["fused", "plain"])
+WITH_CONV_GRAD = pytest.mark.skipif(not capabilities.has_training(), reason="ConvGrad is onnxruntime-training's")
 PLAIN: dict[str, Any] = {"stride": 1, "padding": 0, "dilation": 1, "transposed": False, "output_padding": 0, "groups": 1}
 
 
@@ -69,6 +71,15 @@ def test_transposed_convolution(check: Callable, contrib: bool, dims: int, setti
 @pytest.mark.parametrize("mask", [[False, True, True], [True, False, False], [False, True, False]], ids=str)
 def test_only_the_gradients_that_are_wanted(check: Callable, contrib: bool, transposed: bool, mask: list[bool]) -> None:
     check(_both(2, mask, transposed=transposed), randn(2, 4, 6, 6), randn(4, 8, 3, 3) if transposed else randn(8, 4, 3, 3), randn(8), contrib=contrib)
+
+
+@pytest.mark.parametrize("contrib", [pytest.param(True, marks=WITH_CONV_GRAD, id="fused"), pytest.param(False, id="plain")])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_signals_are_planes_where_that_is_faster(lower: Callable, contrib: bool, transposed: bool) -> None:
+    w = randn(4, 8, 3) if transposed else randn(8, 4, 3)
+    lowered = lower(_both(1, [True] * 3, transposed=transposed, stride=2), (randn(2, 4, 9), w, randn(8)), contrib=contrib)
+    taken = [node.inputs[0].shape.rank() for node in lowered.model.graph if node.op_type in ("ConvTranspose", "ConvGrad")]
+    assert taken == [4] * (1 + (transposed and contrib))
 
 
 def test_output_padding_of_a_stride_is_left_to_pytorch(lower: Callable) -> None:

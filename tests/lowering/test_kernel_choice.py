@@ -75,6 +75,8 @@ def test_by_shape_class(table: None) -> None:
         (nn.ConvTranspose2d(16, 16, 3), (2, 16, 8, 8), "other"),
         (nn.Conv2d(16, 16, 5, groups=16), (2, 16, 8, 8), "depthwise 3x3"),
         (nn.Conv2d(16, 16, 9, groups=16), (2, 16, 16, 16), "depthwise 7x7"),
+        (nn.Conv2d(3, 64, 9, padding=4), (2, 3, 8, 8), "dense 7x7 thin"),
+        (nn.Conv2d(16, 32, 8, stride=4), (2, 16, 8, 8), "dense 8x8 strided by 16"),
         (nn.Conv1d(16, 16, 3), (2, 16, 8), "dense 3 by 16"),
         (nn.Conv1d(16, 16, 2, stride=2), (2, 16, 8), "dense 3 strided by 16"),
         (nn.Conv1d(17, 17, 10), (2, 17, 16), "dense 9"),
