@@ -126,7 +126,10 @@ def _gradients(norm: _Norm, rounded: fx.Node, product: fx.Node, is_half: bool) -
     if by_root is None or by_mean is None or len(scaled.users) != 2 or len(by_mean.users) != 1:
         return None
     total = next(iter(by_mean.users))
-    if total.target is aten.add.Tensor and not total.kwargs and by_root in (_other(total, by_mean), *_other(total, by_mean).args):
+    if total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    rest = _other(total, by_mean)
+    if rest is by_root or (rest.target is aten.add.Tensor and not rest.kwargs and by_root in rest.args):
         return _Gradients(grad, scaled, by_root, by_mean, total, of_weight)
     return None
 
