@@ -17,7 +17,7 @@ from ort_backend.lowering.constants import constant, int64s
 Number = int | float | ir.Value
 
 
-_POSITIVE = "positive"
+_LEAST = "least"
 
 
 def is_symbolic(value: object) -> bool:
@@ -51,15 +51,24 @@ def may_be_zero(size: int | torch.SymInt) -> bool:
 
 
 def with_sign(value: Any, fake: Any) -> Any:
-    """The value of a number in the graph, after it was noted (`is_positive`) whether PyTorch knows it to be positive, as sizes are."""
-    if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value) and not may_be_zero(fake):
-        value.meta[_POSITIVE] = True
+    """The value of a number in the graph, after it was noted whether PyTorch knows it to be positive, as sizes are, or not to be negative."""
+    if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value):
+        if not may_be_zero(fake):
+            value.meta[_LEAST] = 1
+        elif statically_known_true(fake >= 0):
+            value.meta[_LEAST] = 0
     return value
 
 
 def is_positive(value: ir.Value) -> bool:
     """Whether this is a number that is known to be positive."""
-    return bool(value.meta.get(_POSITIVE))
+    return value.meta.get(_LEAST) == 1
+
+
+def _may_be_negative(value: ir.Value) -> bool:
+    if value.const_value is not None:
+        return bool(value.const_value.numpy() < 0)
+    return _LEAST not in value.meta
 
 
 def have_same_sizes(sizes: Sequence[int | torch.SymInt], others: Sequence[int | torch.SymInt]) -> bool:
@@ -98,9 +107,18 @@ def name_of(size: Number) -> int | str | None:
     return int(size)
 
 
-def _floor_div(op: Any, a: Number, b: Number) -> ir.Value:
-    # Sizes are not negative, so that ONNX's truncating division floors.
+def _floor_div(op: Any, a: ir.Value, b: ir.Value) -> ir.Value:
+    if a.dtype == ir.DataType.DOUBLE:
+        return op.Floor(op.Div(a, b))
+    if _may_be_negative(a) or _may_be_negative(b):  # ONNX's division truncates; its remainder has the sign of the divisor, as Python's has
+        return op.Div(op.Sub(a, op.Mod(a, b)), b)
     return op.Div(a, b)
+
+
+def _mod(op: Any, a: ir.Value, b: ir.Value) -> ir.Value:
+    if a.dtype == ir.DataType.DOUBLE:  # of which ONNX's remainder has the sign of the dividend
+        return op.Sub(a, op.Mul(_floor_div(op, a, b), b))
+    return op.Mod(a, b)
 
 
 def _pow(op: Any, a: Number, b: Number) -> ir.Value:
@@ -139,6 +157,10 @@ def _rounded(kind: str) -> Callable[..., ir.Value]:
     return round_
 
 
+def _truncated(op: Any, value: ir.Value) -> ir.Value:
+    return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
+
+
 # Functions of numbers that Dynamo and AOTAutograd put into graphs -> how they are written in ONNX.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.add: lambda op, a, b: op.Add(a, b),
@@ -146,7 +168,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.mul: lambda op, a, b: op.Mul(a, b),
     operator.floordiv: _floor_div,
     operator.truediv: _true_div,
-    operator.mod: lambda op, a, b: op.Mod(a, b),
+    operator.mod: _mod,
     operator.pow: _pow,
     operator.neg: lambda op, a: op.Neg(a),
     operator.eq: lambda op, a, b: op.Equal(a, b),
@@ -158,14 +180,14 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.and_: lambda op, a, b: op.And(a, b),
     operator.or_: lambda op, a, b: op.Or(a, b),
     torch.sym_float: as_double,
-    torch.sym_int: _rounded("Floor"),
+    torch.sym_int: _truncated,
     torch.sym_not: lambda op, a: op.Not(a),
     torch.sym_max: _fold(lambda op, a, b: op.Max(a, b)),
     torch.sym_min: _fold(lambda op, a, b: op.Min(a, b)),
     torch.sym_ite: lambda op, c, a, b: op.Where(c, a, b),
     math.floor: _rounded("Floor"),
     math.ceil: _rounded("Ceil"),
-    math.trunc: _rounded("Floor"),
+    math.trunc: _truncated,
 }
 if hasattr(torch, "sym_sum"):
     FUNCTIONS[torch.sym_sum] = lambda op, values: _fold(lambda op, a, b: op.Add(a, b))(op, *values)
@@ -198,12 +220,18 @@ def of_expression(op: Any, expression: Any, known: Callable[[str], ir.Value | No
     function = _EXPRESSIONS.get(type(expression).__name__)
     if function is None:
         return None
-    result, *rest = [of_expression(op, part, known) for part in expression.args]
+    result, *rest = [_with_sign_of(part, of_expression(op, part, known)) for part in expression.args]
     for part in rest:
         if result is None or part is None:
             return None
         result = write(op, function, [result, part])
     return result
+
+
+def _with_sign_of(expression: Any, value: Number | None) -> Number | None:
+    if isinstance(value, ir.Value) and expression.is_nonnegative:
+        value.meta.setdefault(_LEAST, 1 if expression.is_positive else 0)
+    return value
 
 
 def size_of(op: Any, tensor: ir.Value, axis: int) -> ir.Value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,11 @@ _OF_ONE = {
     "logsumexp": lambda t: t.logsumexp(1),
     "less than a size": lambda t: torch.arange(t.shape[1]) < t.shape[0],
     "pow": lambda t: t.abs() ** (1 / t.shape[1]),
+    "rounded up": lambda t: F.pad(t, (0, 0, 0, -t.shape[1] % 4)).view(t.shape[0], -(-t.shape[1] // 4), -1),
+    "negative numbers divided": lambda t: (torch.full((2,), (3 - t.shape[1]) // 4), torch.full((2,), t.shape[1] // (1 - t.shape[0]))),
+    "remainders of negative numbers": lambda t: (torch.full((2,), (3 - t.shape[1]) % 4), torch.full((2,), t.shape[1] % -4)),
+    "fractions divided": lambda t: (torch.full((2,), (3.5 - t.shape[1]) // 2), torch.full((2,), (3.5 - t.shape[1]) % 2)),
+    "negative fractions cut off": lambda t: [torch.full((2,), cut((3.5 - t.shape[1]) / 2)) for cut in (math.trunc, math.floor, math.ceil)],
 }
 
 
