@@ -26,10 +26,15 @@ def is_symbolic(value: object) -> bool:
 
 
 def dim(size: int | torch.SymInt) -> int | str:
-    """One dimension for an `ir.Shape`: the number, or the expression as its name."""
+    """One dimension for an `ir.Shape`: the number, or the expression as its name.
+
+    An expression that a guard holds to 1 is 1: PyTorch drops such dimensions and stretches them, but goes on writing the expression.
+    """
     if isinstance(size, torch.SymInt):
         expression = size.node.expr
-        return int(expression) if expression.is_number else str(expression)
+        if expression.is_number:
+            return int(expression)
+        return 1 if size.node.hint == 1 and statically_known_true(size == 1) else str(expression)
     return int(size)
 
 

@@ -98,6 +98,17 @@ def test_sizes_in_views_slices_and_reductions() -> None:
     same_as_eager(function, *(call(tensor(n, m), tensor(k, m)) for n, m, k in ((4, 3, 5), (5, 6, 3), (7, 2, 8))), graphs=1, repeat=1, dynamic=True)
 
 
+def test_a_number_of_blocks_that_is_one() -> None:
+    """Dynamo holds it to 1 by a guard; the backward drops the dimension, whose size is still called by its expression there (LongT5)."""
+
+    def function(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        blocks = -(-x.shape[1] // 8)
+        return F.pad(x, (0, -x.shape[1] % 8)).view(x.shape[0], blocks, -1) + bias[None, None]
+
+    sizes = ((3, 6), (4, 5), (3, 20), (5, 7), (2, 30))
+    same_as_eager(function, *(call(tensor(*size), tensor(8, seed=1)) for size in sizes), graphs=2, repeat=1, dynamic=True)
+
+
 def test_sizes_whose_equality_is_required() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x + y) @ y.t()
