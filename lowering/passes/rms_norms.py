@@ -108,7 +108,7 @@ def _gradients(norm: _Norm, rounded: fx.Node, product: fx.Node, is_half: bool) -
 
     Args:
         norm: What is known of it so far.
-        rounded: `x * r`, of the weight's dtype.
+        rounded: `x * r`
         product: What may be the gradient of `rounded`.
         is_half: Whether they are of half precision.
     """
@@ -118,7 +118,10 @@ def _gradients(norm: _Norm, rounded: fx.Node, product: fx.Node, is_half: bool) -
     of_weight = None if not others else _summed(others[0], weight)
     if others and (others != [_product(rounded, grad)] or of_weight is None):
         return None
-    scaled = _cast_of(product, {torch.float32}) if is_half else product
+    scaled: fx.Node | None = product
+    if is_half:  # under autocast the weight, and with it the product, may be in float32
+        scaled = product if product.meta["val"].dtype in _HALVES else _cast_of(product, _HALVES)
+        scaled = scaled and _cast_of(scaled, {torch.float32})
     if scaled is None:
         return None
     by_root, by_x = _product(scaled, r), _product(scaled, x)
@@ -164,7 +167,7 @@ def _is_scaled(node: fx.Node, normal: fx.Node) -> bool:
     if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) for one in node.args):
         return False
     weight, size = _other(node, normal).meta["val"], normal.meta["val"].shape[-1]
-    return weight.dim() == 1 and weight.shape[0] == size and weight.dtype is normal.meta["val"].dtype
+    return weight.dim() == 1 and weight.shape[0] == size and weight.dtype in (normal.meta["val"].dtype, torch.float32)
 
 
 def _summed(node: fx.Node, weight: fx.Node) -> fx.Node | None:
@@ -260,7 +263,7 @@ def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
         backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, made.of_weight is not None]), values, made.scaled)
         of_x, of_weight = (_item(graph, backward, i) for i in range(2))
         if made.of_weight is not None:
-            made.of_weight.replace_all_uses_with(_cast(graph, of_weight, dtype))
+            made.of_weight.replace_all_uses_with(_cast(graph, of_weight, norm.weight.meta["val"].dtype))
     made.by_root.replace_all_uses_with(of_x)
     made.total.replace_all_uses_with(_other(made.total, made.by_mean))
 

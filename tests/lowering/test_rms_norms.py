@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS
+from default_device import DEVICE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +40,8 @@ class Block(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.before, self.norm, self.linear, self.last = nn.Linear(size, size), Norm(size), nn.Linear(size, size), Norm(size)
+        self.before: nn.Module = nn.Linear(size, size)
+        self.norm, self.linear, self.last = Norm(size), nn.Linear(size, size), Norm(size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.before(x)
@@ -174,6 +176,24 @@ def test_half_precision(fused: list[int], dtype: torch.dtype, frozen: bool) -> N
         error, allowed = ((one.float() - exact).abs().max() for one in (found, eager))
         assert error <= 1.5 * allowed + 1e-3 * exact.abs().max()
     assert fused == [2]
+
+
+def test_autocast(fused: list[int]) -> None:
+    """The first norm is of a product, which is in half precision, and its weight in float32."""
+    torch.manual_seed(0)
+    model, x = Block(24), torch.randn(3, 5, 24)
+    model.before = nn.Sequential(model.before, Norm(24))
+    own = copy.deepcopy(model)
+    compiled = torch.compile(own, backend="ort_training")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected, found = model(x), compiled(x)
+    assert found.dtype is expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    for one in (expected, found):
+        one.square().sum().backward()
+    for parameter, other in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0.03, atol=0.03 * float(other.grad.abs().max()))
+    assert fused == [3]
 
 
 def test_draws_that_nothing_reads_stay(fused: list[int]) -> None:
