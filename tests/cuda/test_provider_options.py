@@ -131,6 +131,24 @@ def test_callbacks_call_python_and_a_refusal_is_a_null_pointer() -> None:
     assert kept
 
 
+def test_functions_of_pytorchs_libraries() -> None:
+    address = cuda.exported("libtorch_cpu.so", "aoti_torch_device_type_cpu")  # int32_t aoti_torch_device_type_cpu()
+    assert address is not None and ctypes.CFUNCTYPE(ctypes.c_int32)(address)() == 0
+    assert cuda.exported("libtorch_cpu.so", "no_such_function") is None
+    assert cuda.exported("libtorch_nothing.so", "aoti_torch_device_type_cpu") is None
+
+
+@pytest.mark.parametrize("address", [None, 4096])
+def test_memory_is_freed_by_c_where_pytorch_has_a_function_for_it(address: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_made", {})
+    monkeypatch.setattr(cuda, "exported", lambda *_: address)
+    for name in ("_cuda_cudaCachingAllocator_raw_alloc", "_cuda_cudaCachingAllocator_raw_delete", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    made = cuda.torch_allocator(0)
+    assert (made.free == 4096) == (address is not None) and made.alloc != made.free
+    assert cuda.torch_allocator(0) is made
+
+
 def test_an_allocation_that_failed_earlier_is_not_the_reason_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     made, _kept = cuda.callbacks(lambda size: [][size], lambda address: None, lambda: None)
     session = Session.__new__(Session)
