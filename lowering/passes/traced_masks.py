@@ -54,7 +54,7 @@ def drop_traced_masks(gm: fx.GraphModule, device_type: str = "cuda") -> int:
         order = {node: i for i, node in enumerate(module.graph.nodes)}
         verdicts: dict[Any, tuple[bool, bool]] = {}
         for node in module.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
-            mask, is_causal = _given(node, _MASK, "attn_mask"), _given(node, _CAUSAL, "is_causal")
+            mask, is_causal = given(node, _MASK, "attn_mask"), given(node, _CAUSAL, "is_causal")
             if not isinstance(mask, fx.Node) or is_causal not in (None, False) or _device_of(node) != device_type:
                 continue
             needed = sorted(ancestors([mask]), key=order.__getitem__)
@@ -72,7 +72,8 @@ def drop_traced_masks(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     return dropped
 
 
-def _given(node: fx.Node, position: int, name: str) -> Any:
+def given(node: fx.Node, position: int, name: str) -> Any:
+    """The argument of a call at a position, or of a name; None if it is left out."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
@@ -99,10 +100,10 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if not all(isinstance(size, int) for size in value.shape) or value.numel() > _MOST_ELEMENTS:
         return False
-    return not _is_written(node, value)
+    return not is_written(node, value)
 
 
-def _is_written(node: fx.Node, value: torch.Tensor) -> bool:
+def is_written(node: fx.Node, value: torch.Tensor) -> bool:
     """Whether anything in the program writes to a tensor, or to a view of it.
 
     This graph has writes (`mask[0] = True`) as nodes whose result nobody reads. PyTorch counts them on fake tensors, too, but those through `.data`.
