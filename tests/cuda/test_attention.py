@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from benchmarks.models import gpt
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.passes import grouped_queries
+from tools.cuda_placement import capture
 from tools.cuda_placement.capture import as_on_cuda
 
 aten = torch.ops.aten
@@ -30,7 +32,7 @@ class Kept(logging.Handler):
 
 logging.getLogger("ort_backend").addHandler(Kept(logging.WARNING))
 
-def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     if attn_mask is not None:  # as torch's `preprocess_mask`
         sizes = (*query.shape[:3], key.shape[2])
         attn_mask = F.pad(attn_mask, (0, 7))[..., : sizes[-1]].expand(sizes)
@@ -46,6 +48,19 @@ class Masked(nn.Module):
         query, key, value = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(-2).square().mean()
 
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, size) for size in (32, 16, 16))
+
+    def forward(self, x):
+        query, key, value = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        key, value = (one[:, :, None].expand(-1, -1, 2, -1, -1).reshape(query.shape) for one in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2).square().mean()
+
+if {grouped}:  # the graph is Dynamo's of the CPU until it is moved
+    moved = capture._moved
+    capture._moved = lambda gm, *rest: grouped_queries.group_queries(gm, lambda query: True) and moved(gm, *rest)
 model, batch = {model}
 with as_on_cuda(attention):
     torch.compile(model, backend="ort_training", options={{"provider": "CUDAExecutionProvider", **{options}}})(**batch)
@@ -59,12 +74,13 @@ print(json.dumps({{
     "warnings": warnings,
 }}))
 """
+_GROUPED = '(Grouped(), {"x": torch.randn(2, 25, 32)})'
 _GPT = "(lambda made: (made[0], made[1]()))(gpt(2, 64, 2, 16))"
 _MASKED = '(Masked(), {"x": torch.randn(2, 25, 32), "mask": torch.randn(2, 1, 25, 25)})'
 
 
-def _captured(run: Run, kind: str, model: str, **options: Any) -> dict[str, Any]:
-    return json.loads(run(_CODE.format(kind=kind, model=model, options=options)).stdout.splitlines()[-1])
+def _captured(run: Run, kind: str, model: str, grouped: bool = False, **options: Any) -> dict[str, Any]:
+    return json.loads(run(_CODE.format(kind=kind, model=model, options=options, grouped=grouped)).stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
@@ -86,3 +102,10 @@ def test_a_mask_is_not_written_down_for_all_heads(over_stand_in: Run) -> None:
     found = _captured(over_stand_in, "efficient", _MASKED)
     assert found["nodes"]["TritonOp"] == 2 and found["permuted"] == []
     assert all("Pad" in given and "Expand" not in given for given in found["given"]) and found["nodes"]["Pad"] == 1
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_keys_and_values_of_several_heads_are_not_repeated(over_stand_in: Run, grouped: bool) -> None:
+    nodes = _captured(over_stand_in, "flash", _GROUPED, grouped)["nodes"]
+    expanded, permuted = (1, 0) if grouped else (3, 4)  # the gradient of the mean is expanded, too
+    assert (nodes["TritonOp"], nodes["Expand"], nodes.get("Transpose", 0)) == (2, expanded, permuted)
