@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from behaviours.check import call, same_as_eager
 from default_device import DEVICE
 from torch import Tensor, nn
 
-import ort_backend
 from ort_backend import joint, min_cut, regions
 from ort_backend.lowering.ops.rotary_embedding import KERNEL, ROTARY_EMBEDDING
 from ort_backend.lowering.passes import rotary_embeddings
@@ -71,40 +71,22 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
-def _same(model: nn.Module, *inputs: tuple[Tensor, ...]) -> None:
-    torch._dynamo.reset()
-    own = copy.deepcopy(model)
-    compiled = torch.compile(own, backend="ort_training")
-    for x, *others in inputs:
-        given = [x.clone().requires_grad_() for _ in range(2)]
-        if len(inputs) > 1:
-            torch._dynamo.mark_dynamic(given[1], (0, 1))
-            torch._dynamo.mark_dynamic(others[0], 1)
-        expected, found = model(given[0], *others), compiled(given[1], *others)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        for one in (expected, found):
-            one.square().sum().backward()
-        torch.testing.assert_close(given[1].grad, given[0].grad, rtol=1e-4, atol=1e-4)
-    for parameter, other in zip(own.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-3)
-    assert not [one.operator for graph in ort_backend.report().graphs for one in graph.outside]
-
-
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("turned", [8, 6])
 def test_forward_and_backward(fused: list[int], dim: int, turned: int) -> None:
-    _same(Attention(dim, turned), (torch.randn(3, 5, 12), torch.arange(5)[None]))
+    same_as_eager(Attention(dim, turned), call(torch.randn(3, 5, 12, requires_grad=True), torch.arange(5)[None]))
     assert fused == [4]
 
 
 def test_positions_of_each_sequence(fused: list[int]) -> None:
-    _same(Attention(), (torch.randn(2, 5, 12), torch.tensor([[0, 0, 1, 2, 3], [3, 4, 5, 6, 7]])))
+    same_as_eager(Attention(), call(torch.randn(2, 5, 12, requires_grad=True), torch.tensor([[0, 0, 1, 2, 3], [3, 4, 5, 6, 7]])))
     assert fused == [4]
 
 
 def test_symbolic_sizes(fused: list[int]) -> None:
-    _same(Attention(), *((torch.randn(n, s, 12), torch.arange(s)[None]) for n, s in ((3, 5), (2, 7), (4, 6))))
-    assert fused == [4]
+    calls = [call(torch.randn(n, s, 12, requires_grad=True), torch.arange(s)[None]) for n, s in ((3, 5), (2, 7), (4, 6))]
+    same_as_eager(Attention(), *calls, repeat=1, graphs=2)
+    assert fused == [4, 4]  # with fixed sizes first
 
 
 def test_without_gradients(fused: list[int]) -> None:
@@ -127,7 +109,7 @@ def test_angles_that_differ_between_the_halves_are_left(fused: list[int]) -> Non
             return q * equal.cos() + rotate_half(q) * (other if self.sin_too else equal + torch.arange(8)).sin()
 
     for sin_too in (True, False):
-        _same(Unequal(sin_too), (torch.randn(2, 5, 12), torch.rand(5, 4)))
+        same_as_eager(Unequal(sin_too), call(torch.randn(2, 5, 12), torch.rand(5, 4)))
     assert fused == [0, 0]
 
 
@@ -147,7 +129,7 @@ def test_other_turns_are_left(fused: list[int]) -> None:
             thirds = q * cos + torch.cat((-q[..., 3:], q[..., :3]), -1) * sin
             return torch.stack([other_way, of_another, subtracted, scaled, thirds])
 
-    _same(Others(), (torch.randn(2, 5, 12), torch.arange(5)[None]))
+    same_as_eager(Others(), call(torch.randn(2, 5, 12), torch.arange(5)[None]))
     assert fused == [0]
 
 
