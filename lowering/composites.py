@@ -14,6 +14,8 @@ from torch._C import DispatchKey
 from torch._decomp import meta_table
 from torch._decomp.decompositions import upsample_compute_output_size
 
+from ort_backend.lowering import cumulative_products
+
 aten = torch.ops.aten
 
 _AVERAGING = (
@@ -40,12 +42,13 @@ _ABOVE_TRACER = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 @contextlib.contextmanager
 def whole_operators() -> Iterator[None]:
     """While AOTAutograd traces: `upsample_*` and its backward are one node each, instead of the index arithmetic of their decompositions; so is
-    what shrinks numbers towards zero.
+    what shrinks numbers towards zero, and the gradient of running products.
     """
     with contextlib.ExitStack() as stack:
         for packet in _SHRINKING:
             stack.enter_context(replaced_kernel(packet.default, DispatchKey.Autograd, None))
             stack.enter_context(_known_shape(_backward_of(packet), lambda grad_output, self, lambd: torch.empty_like(self)))
+        stack.enter_context(replaced_kernel(aten.cumprod_backward.default, DispatchKey.CompositeImplicitAutograd, cumulative_products.whole_backward))
         for packet in (*_AVERAGING, *_NEAREST):
             for key in _ABOVE_TRACER:
                 stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))

@@ -17,6 +17,7 @@ from torch import fx
 
 from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
+from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import convolution_of
@@ -36,7 +37,7 @@ _TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.defau
 # 4 to 17 along rows of 256, up to 29 along one row; the gradient of Dirichlet samples 5 to 7; Cholesky factors 0.5 to 1.1 for 4 x 4 to 16 x 16, then
 # 1.8 (32 x 32), 3.3 (64 x 64), 5 (128 x 128), triangular systems 0.4 to 0.9, then 1.4, 2.3, 3.6.
 IN_STEPS = {
-    aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0,
+    aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0, CUMPROD_BACKWARD: 0,
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 

@@ -12,8 +12,9 @@ import torch
 
 from ort_backend.lowering.axes import axes, axis, length, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.ops.pointwise import exp
-from ort_backend.lowering.ops.running import running_product, running_sum
+from ort_backend.lowering.ops.running import gradient_of_running_product, running_product, running_sum
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -101,6 +102,12 @@ def cumsum(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) 
 def cumprod(op: Any, self: ir.Value, dim: int, dtype: torch.dtype | None = None) -> ir.Value:
     """cumprod(Tensor self, int dim, *, ScalarType? dtype=None) -> Tensor"""
     return running_product(op, self, axis(self, dim)) if rank(self) else self
+
+
+@register(CUMPROD_BACKWARD, promote="output")
+def cumprod_backward(op: Any, grad: ir.Value, input: ir.Value, dim: int, output: ir.Value) -> ir.Value:
+    """ort_training::cumprod_backward(Tensor grad, Tensor input, int dim, Tensor output) -> Tensor"""
+    return gradient_of_running_product(op, grad, input, output, axis(input, dim)) if rank(input) else grad
 
 
 @register(aten.count_nonzero.default, promote="bool")

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering.axes import length, rank, size, sizes
-from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.symbolic import as_vector
@@ -79,3 +79,27 @@ def running_product(op: Any, value: ir.Value, at: int) -> ir.Value:
 def int64(op: Any, number: int) -> ir.Value:
     """A number as a 0-d int64 constant."""
     return constant(op, number, ir.DataType.INT64)
+
+
+def gradient_of_running_product(op: Any, grad: ir.Value, value: ir.Value, output: ir.Value, at: int) -> ir.Value:
+    """Of an element in front of the first zero along the axis, the sum from it on of gradients times products, divided by it; of that zero the same
+    with 1 in its place, up to the next zero. All others only change products that stay 0.
+    """
+    if size(value, at) == 1 or any(part == 0 for part in value.shape):  # type: ignore[union-attr]
+        return grad
+    zero, one = scalar_like(op, 0.0, value), scalar_like(op, 1.0, value)
+    is_zero = op.Equal(value, zero)
+    zeros = running_sum(op, typed(op.Cast(is_zero, to=ir.DataType.INT64), ir.DataType.INT64, value.shape), at)
+    in_front, first = op.Equal(zeros, int64(op, 0)), op.And(is_zero, op.Equal(zeros, int64(op, 1)))
+    others = running_product(op, typed(op.Where(first, one, value), value.dtype, value.shape), at)
+    up_to_next = op.LessOrEqual(zeros, int64(op, 1))
+    of_elements = op.Div(_sum_from(op, op.Where(in_front, op.Mul(output, grad), zero), value, at), value)
+    of_zero = _sum_from(op, op.Where(up_to_next, op.Mul(others, grad), zero), value, at)
+    return op.Where(in_front, of_elements, op.Where(first, of_zero, zero))
+
+
+def _sum_from(op: Any, numbers: ir.Value, like: ir.Value, at: int) -> ir.Value:
+    """The sums of the elements from each one on, itself included, of numbers with the shape of `like`."""
+    back = [int64s(op, [-1]), int64s(op, [-(2**63) + 1]), int64s(op, [at]), int64s(op, [-1])]
+    turned = typed(op.Slice(numbers, *back), like.dtype, like.shape)
+    return op.Slice(running_sum(op, turned, at), *back)

@@ -9,6 +9,8 @@ import torch
 from ops.harness import check
 from ops.trained import check_training, needs_grad
 
+import ort_backend
+
 
 @pytest.mark.parametrize("size", [(1,), (33,), (1000,), (3, 40), (40, 3), (2, 100, 3), (65, 2048), (0,), (50, 0), ()])
 def test_sizes(size: tuple[int, ...]) -> None:
@@ -50,12 +52,27 @@ def test_products_of_integers_zeros_and_infinities() -> None:
     check(lambda x: x.cumprod(0), torch.tensor([1, math.inf, 2, 0, 3, math.nan, 1]))
 
 
-def test_gradient_of_products() -> None:
-    x = needs_grad(5, 6)
-    check_training(lambda x: x.cumprod(1), x)
-    with torch.no_grad():
-        x[0, 2], x[3, 1], x[3, 4] = 0, 0, 0
-    check_training(lambda x: x.cumprod(1), x)
+@pytest.mark.parametrize("kernels", ["measured", "onnxruntime"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradient_of_products(kernels: str, dim: int) -> None:
+    x = torch.randn(3, 5, 6)
+    x[0, 0, 2], x[1, 3, 1], x[1, 3, 4], x[2, 3, 1], x[2, 0, 5], x[2, 4, 5], x[1, 1, 5] = 0, 0, 0, math.nan, 0, math.inf, math.nan
+    for one in (torch.randn(5, 6), x[0], *x[1:], x[:, :1], torch.randn(()), torch.randn(0, 3)):
+        gradients = []
+        for call in (torch.cumprod, torch.compile(torch.cumprod, backend="ort_training", options={"kernels": kernels}, dynamic=False)):
+            leaf = one.clone().requires_grad_()
+            out = call(leaf, dim if one.dim() else 0)
+            gradients += torch.autograd.grad(out, leaf, torch.linspace(-1, 2, out.numel()).reshape(out.shape))
+        torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)
+        outside = [part.operator for part in ort_backend.report().graphs[-1].outside]
+        assert outside == (["ort_training::cumprod_backward"] if kernels == "measured" else [])
+
+
+def test_gradient_of_gradient_of_products() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.func.grad(lambda x: x.cumprod(0).square().sum())(x)
+
+    check_training(step, needs_grad(6), outside=["ort_training::cumprod_backward"])
 
 
 def _extremes(x: torch.Tensor) -> list[torch.Tensor]:
