@@ -177,8 +177,10 @@ def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str])
         (lambda x: x[:, 1::2] * 2, (512, 64, 32), ["aten::slice_backward"]),
         (lambda x: x.index_select(1, PLACES[0]) * 2, (512, 64, 32), ["aten::index_add"]),
         (lambda x: x.scatter(1, PLACES[:512], x[:, :32]) * 2, (512, 64), ["aten::scatter.src"]),
+        (lambda x: x.median() * 2, (32, 64), ["aten::median"]),
+        (lambda x: x.nanmedian(-1)[0] * 2, (128, 64), ["aten::nanmedian.dim"]),
     ],
-    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter"],
+    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter", "median", "medians of rows"],
 )
 def test_large_tensors_by_pytorchs_kernels(function: Any, shape: tuple[int, ...], chosen: list[str]) -> None:
     assert [operator for operator, _, _ in _outside(function, torch.randn(shape))] == chosen
