@@ -124,6 +124,7 @@ def functions(n: int) -> Iterator[Case]:
         yield op.Scalar, (x, 0.7), {}
     yield aten.div.Tensor_mode, (x, p), {"rounding_mode": "floor"}
     yield aten.pow.Tensor_Tensor, (p, y), {}
+    yield aten.pow.Tensor_Scalar, (p, 1.7), {}
     yield aten.xlogy.Tensor, (p, p), {}
 
 

@@ -257,6 +257,7 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten.pow.Tensor_Scalar 3.0": ((524288, 16777216, 2.4),),
     "aten.pow.Tensor_Scalar 3.0 in bfloat16": ((32768, 16777216, 4.6),),
     "aten.pow.Tensor_Scalar 3.0 in float16": ((2097152, 16777216, 1.4),),
+    "aten.pow.Tensor_Scalar any": ((32768, 16777216, 1.6),),
     "aten.pow.Tensor_Tensor": ((32768, 16777216, 2.0),),
     "aten.pow.Tensor_Tensor in bfloat16": ((8192, 16777216, 2.4),),
     "aten.pow.Tensor_Tensor in float16": ((8192, 16777216, 3.3),),

@@ -37,6 +37,9 @@ _FEW = 24
 # Elements behind the dimension of a flip that are copied at once, from which on it is no matter of single ones.
 _BLOCK = 16
 
+# Exponents of powers that are written as products, roots and quotients.
+_PRODUCTS_AND_ROOTS = (0, 1, 2, 3, -1, -2, 0.5, -0.5)
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,7 +53,7 @@ def operator_class(node: fx.Node) -> str:
     if node.target in (aten.gelu.default, aten.gelu_backward.default):
         return f"{name} {node.kwargs.get('approximate', 'none')}"
     if node.target is aten.pow.Tensor_Scalar:
-        return f"{name} {node.args[1]}"
+        return f"{name} {_power(node.args[1])}"
     if node.target in _ALONG:
         dim, shape = node.args[_ALONG[node.target]], node.meta["val"].shape
         return f"{name} rows" if dim in (-1, len(shape) - 1) else f"{name} few" if shape and hint(shape[dim]) < _FEW else name
@@ -71,6 +74,11 @@ def operator_class(node: fx.Node) -> str:
     if node.target is aten._to_copy.default:
         return f"{name} to {dtype_name(node.meta['val'].dtype)}"
     return name
+
+
+def _power(exponent: Any) -> str:
+    """An exponent for which there are other operators than ONNX's Pow, as a float; `any` of the others."""
+    return str(float(exponent)) if isinstance(exponent, (int, float)) and exponent in _PRODUCTS_AND_ROOTS else "any"
 
 
 def dense_multiplications(node: fx.Node) -> int | None:

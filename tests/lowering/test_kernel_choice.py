@@ -144,7 +144,8 @@ def test_symbolic_sizes_count_as_their_example(table: None) -> None:
         (lambda x: x.flip(0), "aten.flip.default rows"),  # a few numbers at a time
         (lambda x: x.flip([0, 2]), "aten.flip.default rows"),
         (lambda x: torch.div(x, 3.5, rounding_mode="floor"), "aten.div.Tensor_mode floor"),
-        (lambda x: x**3.0, "aten.pow.Tensor_Scalar 3.0"),
+        (lambda x: x**3, "aten.pow.Tensor_Scalar 3.0"),
+        (lambda x: x**1.7, "aten.pow.Tensor_Scalar any"),
         (lambda x: x.index_add(0, torch.tensor([1]), x[:1]), "aten.index_add.default first"),
         (lambda x: x.index_add(1, torch.tensor([1]), x[:, :1]), "aten.index_add.default"),
         (lambda x: torch.ops.aten.slice_backward(x, [2, 6, 4], 1, 0, 6, 2), "aten.slice_backward.default strided"),
@@ -177,10 +178,11 @@ def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str])
         (lambda x: x[:, 1::2] * 2, (512, 64, 32), ["aten::slice_backward"]),
         (lambda x: x.index_select(1, PLACES[0]) * 2, (512, 64, 32), ["aten::index_add"]),
         (lambda x: x.scatter(1, PLACES[:512], x[:, :32]) * 2, (512, 64), ["aten::scatter.src"]),
+        (lambda x: (x * x + 1) ** 1.7, (512, 64), ["aten::pow.Tensor_Scalar"]),
         (lambda x: x.median() * 2, (32, 64), ["aten::median"]),
         (lambda x: x.nanmedian(-1)[0] * 2, (128, 64), ["aten::nanmedian.dim"]),
     ],
-    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter", "median", "medians of rows"],
+    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter", "power", "median", "medians of rows"],
 )
 def test_large_tensors_by_pytorchs_kernels(function: Any, shape: tuple[int, ...], chosen: list[str]) -> None:
     assert [operator for operator, _, _ in _outside(function, torch.randn(shape))] == chosen
