@@ -97,6 +97,7 @@ def activations(n: int) -> Iterator[Case]:
         yield op.default, (g, x, p, 0, 1.0), {}
     for op in (aten.addcmul, aten.addcdiv):
         yield op.default, (x, g, p), {}
+    yield aten.binary_cross_entropy_with_logits.default, (x, p, None, p), {}
     yield aten.lerp.Scalar, (x, g, 0.3), {}
     yield aten.masked_fill.Scalar, (x, x > 0, -1.0), {}
     yield aten.nan_to_num.default, (x,), {}

@@ -411,6 +411,7 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten._prelu_kernel.default": ((32768, 4194304, 3.8),),
     "aten._prelu_kernel.default in bfloat16": ((32768, 4194304, 5.3),),
     "aten._prelu_kernel.default in float16": ((8192, 4194304, 9.8),),
+    "aten.binary_cross_entropy_with_logits.default": ((32768, 16777216, 2.1),),
     "aten._prelu_kernel_backward.default": ((8192, 16777216, 2.3),),
     "aten.leaky_relu.default": ((131072, 16777216, 2.2),),
     "aten.leaky_relu.default in bfloat16": ((32768, 4194304, 4.5),),

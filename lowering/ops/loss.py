@@ -1,4 +1,4 @@
-"""Losses: negative log likelihood, and those that are quadratic near zero and linear beyond. Others are decomposed."""
+"""Losses: negative log likelihood, of logits of two classes, and those that are quadratic near zero and linear beyond. Others are decomposed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ort_backend.lowering.axes import element_count
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
+from ort_backend.lowering.ops.pointwise import log1p
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -143,6 +144,17 @@ def _cross_entropy_backward(
 
 
 _library.impl("cross_entropy_backward", _cross_entropy_backward, "CompositeExplicitAutograd")
+
+
+@register(aten.binary_cross_entropy_with_logits.default, promote="output")
+def binary_cross_entropy_with_logits(op, self, target, weight=None, pos_weight=None, reduction=_MEAN):
+    """binary_cross_entropy_with_logits(Tensor self, Tensor target, Tensor? weight=None, Tensor? pos_weight=None, int reduction=Mean) -> Tensor"""
+    zero, one = scalar_like(op, 0.0, self), scalar_like(op, 1.0, self)
+    likelihood = op.Sub(op.Min(self, zero), log1p(op, op.Exp(op.Neg(op.Abs(self)))))  # the logarithm of the sigmoid
+    if pos_weight is not None:
+        likelihood = op.Mul(op.Add(op.Mul(op.Sub(pos_weight, one), target), one), likelihood)
+    loss = op.Sub(op.Mul(op.Sub(one, target), self), likelihood)
+    return _reduced(op, loss if weight is None else op.Mul(loss, weight), reduction)
 
 
 # Quadratic up to a width and linear beyond: c (|d| - c / 2) with c = min(|d|, width), which has no branch for `Where` to take.

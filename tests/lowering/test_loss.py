@@ -11,6 +11,9 @@ from torch import randint, randn
 from torch.nn import functional as F
 from torch_version import MORE_IS_SYMBOLIC, TORCH
 
+import ort_backend
+from ort_backend.runtime import capabilities
+
 aten = torch.ops.aten
 reductions = pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
 
@@ -140,3 +143,22 @@ def test_margins_of_several_labels(reduction: str, shape: tuple[int, ...]) -> No
     for result in results:
         result.sum().backward()
     torch.testing.assert_close(own.grad, eager.grad)
+
+
+@pytest.mark.parametrize("rows, chosen", [(64, []), (1024, ["aten::binary_cross_entropy_with_logits"])])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weights", [{}, {"weight": torch.arange(1.0, 33.0), "pos_weight": torch.arange(32.0) / 8}], ids=["plain", "weighted"])
+def test_binary_cross_entropy(rows: int, chosen: list[str], reduction: str, weights: dict[str, torch.Tensor]) -> None:
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(x, y, reduction=reduction, **weights)
+
+    logits, target = randn(rows, 32) * 30, randint(0, 2, (rows, 32)).float()
+    torch._dynamo.reset()
+    found = []
+    for function in (loss, torch.compile(loss, backend="ort_training")):
+        x = logits.clone().requires_grad_()
+        out = function(x, target)
+        found.append((out.detach(), *torch.autograd.grad(out.sum(), x)))
+    torch.testing.assert_close(found[1], found[0])
+    if ON_CPU and capabilities.has_training():
+        assert [one.operator for one in ort_backend.report().graphs[-1].outside] == chosen
