@@ -116,6 +116,24 @@ def test_average_pool_that_rounds_up_unknown_sizes(check: Callable, window: tupl
     check(both, randn(3, 9, 12), also=(randn(3, 8, 13),))
 
 
+@pytest.mark.parametrize("rest", [(False, True, None), (False, False, None), (False, True, 5)], ids=["padding", "no padding", "divisor"])
+@pytest.mark.parametrize(
+    ("kernel", "padding"), [([3, 3], [1, 1]), ([4, 1], [1, 0]), ([2, 3], [0, 0]), ([3, 2, 1], [0, 1, 0]), ([2, 2, 2], [1, 1, 1])], ids=str
+)
+def test_average_pool_without_a_stride(check: Callable, kernel: list[int], padding: list[int], rest: tuple[Any, ...]) -> None:
+    dims = len(kernel)
+    pool, backward = (getattr(aten, f"avg_pool{dims}d{name}") for name in ("", "_backward"))
+    window = (kernel, [1] * dims, padding, *rest)
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        out = pool(x, *window)
+        return [out, backward(out.cos(), x, *window)]
+
+    lowered = check(both, randn(2, 3, *range(6, 6 + dims)))
+    assert "ConvTranspose" not in {node.op_type for node in lowered.model.graph}
+    check(both, randn(2, 3, *[5] * dims), also=(randn(2, 3, *range(7, 7 + dims)),))
+
+
 def test_average_pool_that_counts_padding_and_rounds_up(check: Callable) -> None:
     check(lambda x: aten.avg_pool2d(x, [3, 3], [2, 2], [1, 1], True), randn(2, 3, 10, 10))
 
