@@ -28,6 +28,7 @@ from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outsid
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -79,6 +80,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     drop_relayouts(graph)
     transform_back(graph)
     simplify_linear_gradients(graph)
+    fuse_cross_entropy(graph, half=False)
     if not is_half:
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))

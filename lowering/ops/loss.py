@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count
+from ort_backend.lowering.axes import element_count, length
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define(
     "cross_entropy_backward(Tensor grad_output, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction, SymInt ignore_index, "
-    "Tensor total_weight) -> Tensor"
+    "Tensor total_weight, Tensor? uniform=None) -> Tensor"
 )
 CROSS_ENTROPY_BACKWARD = torch.ops.ort_training.cross_entropy_backward.default
 
@@ -117,14 +117,20 @@ def nll_loss_backward(op, grad_output, self, target, weight, reduction, ignore_i
 
 
 @register(CROSS_ENTROPY_BACKWARD)
-def cross_entropy_backward(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight):
+def cross_entropy_backward(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight, uniform=None):
     """ort_training::cross_entropy_backward(Tensor grad_output, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,
-    SymInt ignore_index, Tensor total_weight) -> Tensor
+    SymInt ignore_index, Tensor total_weight, Tensor? uniform=None) -> Tensor
 
-    `passes.cross_entropy` writes it: the gradient of the logits, the probabilities times each row's weight and less it at the target.
+    `passes.cross_entropy` writes it: the gradient of the logits, the probabilities times each row's weight and less it at the target. `uniform` is
+    added to the gradient of every class's logarithm, one number a row: that of smoothed labels.
     """
     row = _row_gradient(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight)
-    return row.add_to(op, op.Mul(op.Exp(log_probabilities), op.Neg(row.value)))
+    probabilities = op.Exp(log_probabilities)
+    if uniform is None:
+        return row.add_to(op, op.Mul(probabilities, op.Neg(row.value)))
+    classes = length(op, log_probabilities, row.axis)
+    count = op.Cast(classes, to=uniform.dtype) if isinstance(classes, ir.Value) else float(classes)
+    return row.add_to(op, op.Sub(uniform, op.Mul(probabilities, op.Add(row.value, op.Mul(uniform, count)))))
 
 
 def _cross_entropy_backward(
@@ -135,11 +141,13 @@ def _cross_entropy_backward(
     reduction: int,
     ignore_index: int,
     total_weight: torch.Tensor,
+    uniform: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The operator in PyTorch: where a dtype has no kernels in ONNX Runtime."""
     rank = log_probabilities.dim()
     likelihood = aten.nll_loss2d_backward if rank > 2 else aten.nll_loss_backward
     gradient = likelihood(grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight)
+    gradient = gradient if uniform is None else gradient + uniform
     return aten._log_softmax_backward_data(gradient, log_probabilities, 1 if rank > 1 else 0, log_probabilities.dtype)
 
 

@@ -13,7 +13,8 @@ from torch import randint, randn
 from torch.nn import functional as F
 
 import ort_backend
-from ort_backend import joint
+from ort_backend import joint, regions
+from ort_backend.runtime import capabilities
 
 
 @pytest.fixture(name="fused")
@@ -32,15 +33,17 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
-def _same_as_eager(loss: Callable[..., torch.Tensor], logits: torch.Tensor, target: torch.Tensor) -> None:
-    compiled = torch.compile(loss, backend="ort_training")
+def _same_as_eager(
+    loss: Callable[..., torch.Tensor], logits: torch.Tensor, target: torch.Tensor, *, dynamic: bool | None = None, error: float | None = None
+) -> None:
+    compiled = torch.compile(loss, backend="ort_training", dynamic=dynamic)
     gradients = []
     for function in (loss, compiled):
         x = logits.clone().requires_grad_()
         out = function(x, target)
         out.backward(torch.linspace(-1, 2, out.numel()).reshape(out.shape))
         gradients.append((out.detach(), x.grad))
-    torch.testing.assert_close(gradients[1], gradients[0], equal_nan=True)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=error, atol=error, equal_nan=True)
 
 
 @single_session
@@ -67,6 +70,22 @@ def test_ignored_rows_have_no_gradient(fused: list[int], ignored: int) -> None:
 
 
 @single_session
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("size", [(6, 5), (3, 5, 2, 4)], ids=["rows", "pictures"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_smoothed_labels(fused: list[int], reduction: str, size: tuple[int, ...], dynamic: bool) -> None:
+    target = randint(0, 5, (size[0], *size[2:]))
+    target[1] = 7
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x * 2, y, ignore_index=7, reduction=reduction, label_smoothing=0.1)
+
+    _same_as_eager(loss, randn(size), target, dynamic=dynamic)
+    assert fused == [1]
+    assert "aten::_log_softmax_backward_data" not in {one.operator for one in ort_backend.report().graphs[-1].outside}
+
+
+@single_session
 def test_large_logits_go_through_no_kernel_of_pytorch_but_the_forwards(fused: list[int]) -> None:
     """A size at which PyTorch's kernel is the faster for the likelihood's gradient alone."""
     _same_as_eager(lambda x, y: F.cross_entropy(x * 2, y), randn(256, 1000), randint(0, 1000, (256,)))
@@ -89,12 +108,24 @@ def test_sizes_that_change(fused: list[int]) -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1),
+        lambda x, y: F.cross_entropy(x, y, x[0].detach().abs(), label_smoothing=0.1),
         lambda x, y: F.nll_loss(x.log_softmax(-1), y) + x.log_softmax(-1).square().mean(),
         lambda x, y: F.nll_loss(x.log_softmax(0), y),
     ],
-    ids=["label smoothing", "another reader", "another axis"],
+    ids=["weighted label smoothing", "another reader", "another axis"],
 )
 def test_what_is_not_a_cross_entropy_alone_has_eagers_numbers(fused: list[int], loss: Callable[..., torch.Tensor]) -> None:
     _same_as_eager(loss, randn(5, 5), randint(0, 5, (5,)))
     assert len(fused) == 1
+
+
+@pytest.mark.skipif(capabilities.has_training(), reason="about forward and backward in sessions of their own")
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_it_is_fused_between_sessions_but_in_half_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int) -> None:
+    counted: list[int] = []
+    inherited = regions.fuse_cross_entropy
+    monkeypatch.setattr(regions, "fuse_cross_entropy", lambda graph, **how: counted.append(inherited(graph, **how)))
+    torch._dynamo.reset()
+    error = 2e-2 if dtype is torch.bfloat16 else None
+    _same_as_eager(lambda x, y: F.cross_entropy(x.to(dtype), y, label_smoothing=0.1), randn(6, 5), randint(0, 5, (6,)), error=error)
+    assert sum(counted) == expected
