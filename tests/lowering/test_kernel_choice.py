@@ -161,6 +161,21 @@ PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
 
 
 @single_session
+@pytest.mark.parametrize(("bags", "chosen"), [(1024, ["aten::_embedding_bag"]), (16, [])])
+def test_maxima_of_bags_by_pytorchs_kernel_where_a_gradient_goes_to_their_places(bags: int, chosen: list[str]) -> None:
+    table = torch.randint(0, 9, (100, 64)).float()  # with many equal ones
+    places = PLACES[:bags, :4]
+
+    def largest(table: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding_bag(places, table, mode="max", padding_idx=3) * 2
+
+    assert [operator for operator, _, _ in _outside(largest, table)] == chosen
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(largest, backend="ort_training")(table), largest(table))
+    assert not ort_backend.report().graphs[-1].outside
+
+
+@single_session
 @pytest.mark.parametrize(("rows", "chosen"), [(1024, {"aten::gather", "aten::scatter_add"}), (512, {"aten::scatter_add"}), (128, set())])
 def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str]) -> None:
     outside = _outside(lambda x: x.gather(1, PLACES[:rows]) * 2, torch.randn(8192, 64))  # whose gradient is added into all of `x`
