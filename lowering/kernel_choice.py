@@ -64,8 +64,10 @@ _FAR_FASTER = {
     aten.erfinv.default, aten.lgamma.default, aten.digamma.default, aten.logaddexp.default, aten.copysign.Tensor, aten.cumsum.default,
     aten.cumprod.default, aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.div.Tensor_mode,
     aten._prelu_kernel_backward.default, aten.pow.Tensor_Scalar, aten.binary_cross_entropy_with_logits.default,
+    aten.hypot.default,
 }  # fmt: skip
 _FAR_LARGER = 65536
+_FARTHEST, _LARGER = 10, 16384  # where ONNX Runtime takes so many times as long, it takes 80 us or more longer from so many elements on
 
 # Microseconds that a node of PyTorch's costs inside a session where its Python is in no cache, beyond what it costs where it is; and what one costs
 # between two sessions, with the session behind it.
@@ -213,7 +215,10 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return False
     if node.target is aten.div.Tensor_mode and node.kwargs.get("rounding_mode") != "floor":  # others are quotients, rounded at once
         return False
-    return found is not None and found[0] >= _FAR_LARGER
+    if found is None:
+        return False
+    size, dtype = found
+    return size >= (_LARGER if (_ratio(table_key(node, dtype), size) or 0) >= _FARTHEST else _FAR_LARGER)
 
 
 def _is_far_faster_convolution(node: fx.Node, found: tuple[int, torch.dtype] | None) -> bool:

@@ -160,6 +160,25 @@ def test_classes_of_operators(function: Any, expected: str) -> None:
 PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
 
 
+@pytest.mark.parametrize(
+    ("function", "elements", "chosen"),
+    [
+        (torch.atan2, 16384, True),
+        (torch.atan2, 16383, False),
+        (torch.hypot, 65536, True),
+        (torch.hypot, 65535, False),
+        (lambda x, y: x**1.7, 65536, True),
+        (lambda x, y: x**2, 65536, False),
+    ],
+)
+def test_between_sessions_by_how_much_is_gained(function: Any, elements: int, chosen: bool) -> None:
+    target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured")
+    nodes = [node for node in trace(function, [torch.ones(elements)] * 2).graph.nodes if node.op == "call_function"]
+    assert [kernel_choice.far_faster_in_pytorch(node, target) for node in nodes] == [chosen]
+    asked = dataclasses.replace(target, kernels="onnxruntime")
+    assert not kernel_choice.far_faster_in_pytorch(nodes[0], asked)
+
+
 @single_session
 @pytest.mark.parametrize(("bags", "chosen"), [(1024, ["aten::_embedding_bag"]), (16, [])])
 def test_maxima_of_bags_by_pytorchs_kernel_where_a_gradient_goes_to_their_places(bags: int, chosen: list[str]) -> None:
