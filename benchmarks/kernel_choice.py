@@ -287,6 +287,9 @@ def steps(n: int) -> Iterator[Case]:
     """What ONNX Runtime computes step by step, or in hundreds of nodes, on `n` elements: `kernel_choice.IN_STEPS` and `SAMPLED`."""
     for op, shape in itertools.product((aten.cummax.default, aten.cummin.default), ((n,), (max(n // 256, 1), 256), (256, max(n // 256, 1)))):
         yield op, (rand(shape), 0 if shape[0] == 256 else len(shape) - 1), {}
+    for op in (aten.median, aten.nanmedian):
+        yield op.default, (rand(n),), {}
+        yield op.dim, (rand(max(n // 256, 1), 256), -1), {}
     alpha, beta = torch.rand(n) * 5 + 0.1, torch.rand(n) * 5 + 0.1
     yield aten._dirichlet_grad.default, (torch.rand(n), alpha, alpha + beta), {}
     for batch in (1, 16):
