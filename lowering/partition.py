@@ -14,6 +14,7 @@ from torch import fx
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.function_site import SITES
 from ort_backend.lowering.fx_nodes import attribute
+from ort_backend.lowering.later import BEHIND
 
 aten = torch.ops.aten
 
@@ -197,8 +198,9 @@ def _sources_of_values(node: fx.Node) -> list[fx.Node]:
 
 
 def dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:
-    """For each of `gradients`, the indices of the `tangents` that it depends on; `calls` are in order."""
+    """For each of `gradients`, the indices of the `tangents` that its values depend on; `calls` are in order."""
     reach: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
     for node in calls:
-        reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in node.all_input_nodes))
+        sources = node.all_input_nodes[:1] if node.target is BEHIND else node.all_input_nodes  # the others it waits for
+        reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in sources))
     return tuple(reach.get(node, frozenset()) for node in gradients)

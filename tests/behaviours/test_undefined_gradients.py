@@ -86,6 +86,29 @@ def test_none_for_what_no_gradient_reaches(chosen: tuple[int, ...]) -> None:
     assert (model.model.left.weight.grad is None) == (chosen == (1,))
 
 
+class Waves(nn.Module):
+    """Two results whose backwards compute sines again, each as soon as a gradient is there: that of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 64)
+        self.slow, self.fast = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = self.left(x), self.right(x)
+        return left + torch.sin(self.slow * left).pow(2), right + torch.sin(self.fast * right).pow(2)
+
+
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+def test_none_where_activations_are_computed_again(chosen: tuple[int, ...]) -> None:
+    model = Both(Waves())
+    with on_ort(graphs=1):
+        for _ in range(2):
+            model.step(_step(chosen, torch.ones(2048, WIDTH)))
+    assert (model.model.left.weight.grad is None) == (chosen == (1,))
+
+
 def test_a_second_backward_of_another_result() -> None:
     def do(call: Any, module: nn.Module) -> Any:
         module.zero_grad()
