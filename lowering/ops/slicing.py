@@ -22,6 +22,12 @@ aten = torch.ops.aten
 Size = int | ir.Value
 _END = 2**63 - 1
 
+# Elements from which on a tensor has a slice written over (`_written_over`); those of the slice, of which one takes as long as copying so many, up to
+# which they are scattered one by one; elements that a row of memory has at least, and rows that a constant index may have.
+_LARGE = 65536
+_MOST_ELEMENTS, _ELEMENT = 1 << 17, 16
+_SHORTEST_ROW, _MOST_ROWS = 4, 1 << 16
+
 
 def _minus(op: Any, a: Size, b: Size) -> Size:
     return a - b if isinstance(a, int) and isinstance(b, int) else op.Sub(a, b)
@@ -116,6 +122,8 @@ def slice_scatter(
     first, last = _position(op, start, total, 0), _position(op, end, total, total)
     if isinstance(step, ir.Value) or step != 1:
         return _scatter_with_step(op, self, src, at, first, last, step)
+    if op.builder.root.device_type == "cpu" and (written := _written_over(op, self, src, at, first, last)) is not None:
+        return written
     parts = []
     if not (isinstance(first, int) and first == 0):
         parts.append(op.Slice(self, int64s(op, [0]), as_vector(op, [first]), int64s(op, [at])))
@@ -124,6 +132,29 @@ def slice_scatter(
     if not to_the_end:
         parts.append(op.Slice(self, as_vector(op, [last]), int64s(op, [_END]), int64s(op, [at])))
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=at)
+
+
+def _written_over(op: Any, value: ir.Value, src: ir.Value, at: int, first: Size, last: Size) -> ir.Value | None:
+    """A copy of `value` with a slice written over, or, where nobody reads it afterwards, itself; None where it is better put together anew.
+
+    A program that fills a tensor part by part would have all of it copied twice for each part: to take what lies in front and behind, and to put it
+    together. ONNX Runtime scatters single elements in place, and rows of memory behind one copy.
+    """
+    known = sizes(value)
+    if known is None or not isinstance(first, int) or not isinstance(last, int) or not 0 <= first < last or math.prod(known) < _LARGE:
+        return None
+    total, inner = math.prod(known), math.prod(known[at + 1 :])
+    stride, start, run = known[at] * inner, first * inner, (last - first) * inner
+    block = math.gcd(stride, start, run)  # elements of a row, of which the slice covers some and no part of another
+    count = total // stride * run // block
+    few = count * block <= min(_MOST_ELEMENTS, total // _ELEMENT)
+    if count > _MOST_ROWS or not (few or (block >= _SHORTEST_ROW and 2 * run <= stride)):
+        return None
+    places = ((np.arange(0, total, stride) + start) // block)[:, None] + np.arange(run // block)
+    rows, shape = constant(op, places.reshape(-1, 1), ir.DataType.INT64), int64s(op, [-1, block])
+    old, new = op.Reshape(value, shape), op.Reshape(src, shape)
+    written = op.ScatterElements(old, op.Expand(rows, int64s(op, [count, block])), new, axis=0) if few else op.ScatterND(old, rows, new)
+    return op.Reshape(written, int64s(op, known))
 
 
 def _scatter_with_step(op: Any, value: ir.Value, src: ir.Value, at: int, first: Size, last: Size, step: Size) -> ir.Value:
