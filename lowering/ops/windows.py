@@ -23,6 +23,8 @@ aten = torch.ops.aten
 
 Size = int | ir.Value
 
+_FEW, _MANY = 16, 32  # elements of a window up to which, and windows from which on, they are copied as shifted rows
+
 
 @register(aten.unfold.default, any_dtype=True)
 def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.Value:
@@ -36,6 +38,8 @@ def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.
     if _tiles(total, size, step):
         return op.Transpose(reshape(op, self, [*before, total // size, size, *behind]), perm=last)
     block = _block(total, size, step)
+    if isinstance(total, int) and step == 1 and 1 < size <= _FEW and at + 1 == rank(self) and total - size >= _MANY:
+        return op.Transpose(_shifted(op, self, at, size, total), perm=[*range(at), at + 1, at])
     if isinstance(total, int) and block > 1:
         covered = _covered(total, size, step)
         part = self if covered == total else op.Slice(self, int64s(op, [0]), int64s(op, [covered]), int64s(op, [at]))
@@ -45,6 +49,13 @@ def unfold(op: Any, self: ir.Value, dimension: int, size: int, step: int) -> ir.
     else:
         gathered = op.Gather(self, _windows(op, total, size, step), axis=at)
     return gathered if at + 1 == rank(self) else op.Transpose(gathered, perm=last)
+
+
+def _shifted(op: Any, value: ir.Value, at: int, size: int, total: int) -> ir.Value:
+    """The first element of every window, the second, and so on, each of them a row: windows one element apart are copied so, and not by elements."""
+    ends = [(i, total - size + 1 + i) for i in range(size)]
+    parts = [op.Slice(value, int64s(op, [start]), int64s(op, [end]), int64s(op, [at])) for start, end in ends]
+    return op.Concat(*(op.Unsqueeze(part, int64s(op, [at])) for part in parts), axis=at)
 
 
 def _tiles(total: Size, size: int, step: int) -> TypeGuard[int]:

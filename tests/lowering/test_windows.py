@@ -22,6 +22,7 @@ WINDOWS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "one": ((2, 9), 1, 8, 8),
     "side_by_side": ((2, 16), 1, 8, 8),
     "of_elements": ((3, 20), 1, 3, 2),
+    "one_apart": ((2, 3, 70), 2, 3, 1),
     "of_nothing": ((0, 20), 1, 8, 4),
 }
 
@@ -56,3 +57,10 @@ def test_as_few_indices_as_there_are_blocks(lower: Callable[..., Any]) -> None:
     torch.testing.assert_close(lowered(x), [*both(x)])
     of_indices = [tuple(node.inputs[1].shape) for node in lowered.model.graph if node.op_type in ("Gather", "ScatterND")]
     assert of_indices == [(59, 4), (59 * 4, 1)]
+
+
+def test_windows_one_apart_are_shifted_rows(lower: Callable[..., Any]) -> None:
+    x = torch.randn(4, 1, 258)
+    lowered = lower(lambda x: aten.unfold(x, 2, 3, 1), (x,))
+    assert lowered.op_types.count("Slice") == 3 and "Gather" not in lowered.op_types
+    assert torch.equal(lowered(x)[0], x.unfold(2, 3, 1))
