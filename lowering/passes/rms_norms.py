@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
-from ort_backend.lowering.fx_nodes import REFERENCES
+from ort_backend.lowering.fx_nodes import call_beside, source_of
 from ort_backend.lowering.ops.normalization import LONG
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.target import OrtTarget
@@ -217,7 +217,7 @@ def _cast_of(node: fx.Node, dtypes: Collection[torch.dtype]) -> fx.Node | None:
 
 
 def _is_cube(node: Any, r: fx.Node) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.pow.Tensor_Scalar and node.args[1:] == (3,) and _source(node.args[0]) is r
+    return isinstance(node, fx.Node) and node.target is aten.pow.Tensor_Scalar and node.args[1:] == (3,) and source_of(node.args[0]) is r
 
 
 def _is_twice(node: Any, x: fx.Node) -> bool:
@@ -225,12 +225,6 @@ def _is_twice(node: Any, x: fx.Node) -> bool:
         return False
     power: Any = node.args[0]
     return power is x or (isinstance(power, fx.Node) and power.target is aten.pow.Tensor_Scalar and power.args == (x, 1))
-
-
-def _source(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target in REFERENCES:
-        node = node.args[0]
-    return node
 
 
 def _product(one: fx.Node, other: Any) -> fx.Node | None:
@@ -269,12 +263,7 @@ def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    value = node.meta["val"]
-    if value.dtype is dtype:
-        return node
-    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    cast.meta = {**node.meta, "val": value.to(dtype)}
-    return cast
+    return node if node.meta["val"].dtype is dtype else call_beside(graph, node, aten._to_copy.default, node, dtype=dtype)
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], values: tuple[Any, ...], like: fx.Node) -> fx.Node:
@@ -284,6 +273,4 @@ def _call(graph: fx.Graph, target: Any, args: tuple[Any, ...], values: tuple[Any
 
 
 def _item(graph: fx.Graph, node: fx.Node, i: int) -> fx.Node:
-    item = graph.call_function(operator.getitem, (node, i))
-    item.meta = {**node.meta, "val": node.meta["val"][i]}
-    return item
+    return call_beside(graph, node, operator.getitem, node, i)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ort_backend.lowering.fx_nodes import REFERENCES, source_of
+from ort_backend.lowering.fx_nodes import REFERENCES, call_beside, source_of
 from ort_backend.lowering.ops.rotary_embedding import KERNEL, ROTARY_EMBEDDING
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.symbolic import have_same_sizes
@@ -230,31 +230,24 @@ def _rewrite(graph: fx.Graph, one: _Embedding, halves: dict[tuple[fx.Node, torch
     like, dtype = one.result, one.result.meta["val"].dtype
     with graph.inserting_before(one.result):
         x = _swapped(graph, one.x, like) if heads == 1 else one.x
-        x = x if x.meta["val"].dtype == one.dtype else _call(graph, aten._to_copy.default, x, like=like, dtype=one.dtype)
-        turned = _call(graph, ROTARY_EMBEDDING, x, cos, sin, like=like)
-        turned = turned if dtype == one.dtype else _call(graph, aten._to_copy.default, turned, like=like, dtype=dtype)
+        x = x if x.meta["val"].dtype == one.dtype else call_beside(graph, like, aten._to_copy.default, x, dtype=one.dtype)
+        turned = call_beside(graph, like, ROTARY_EMBEDDING, x, cos, sin)
+        turned = turned if dtype == one.dtype else call_beside(graph, like, aten._to_copy.default, turned, dtype=dtype)
         turned = _swapped(graph, turned, like) if heads == 1 else turned
     one.result.replace_all_uses_with(turned)
 
 
 def _half_of_angles(graph: fx.Graph, full: fx.Node, heads: int, dtype: torch.dtype, negative: bool) -> fx.Node:
     """(N or 1, S, D / 2)"""
-    half = _call(graph, aten.slice.Tensor, full, 3, 0, full.meta["val"].shape[3] // 2, like=full)
-    half = _call(graph, aten.squeeze.dim, half, heads, like=full)
+    half = call_beside(graph, full, aten.slice.Tensor, full, 3, 0, full.meta["val"].shape[3] // 2)
+    half = call_beside(graph, full, aten.squeeze.dim, half, heads)
     if half.meta["val"].dtype != dtype:
-        half = _call(graph, aten._to_copy.default, half, like=full, dtype=dtype)
-    return _call(graph, aten.neg.default, half, like=full) if negative else half
+        half = call_beside(graph, full, aten._to_copy.default, half, dtype=dtype)
+    return call_beside(graph, full, aten.neg.default, half) if negative else half
 
 
 def _swapped(graph: fx.Graph, x: fx.Node, like: fx.Node) -> fx.Node:
     """Heads and positions the other way round."""
     if x.target is aten.transpose.int and {one % 4 for one in x.args[1:]} == {1, 2}:  # type: ignore[operator]
         return x.all_input_nodes[0]
-    return _call(graph, aten.transpose.int, x, 1, 2, like=like)
-
-
-def _call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)
-    values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
-    node.meta = {**like.meta, "val": target(*values, **kwargs)}
-    return node
+    return call_beside(graph, like, aten.transpose.int, x, 1, 2)
