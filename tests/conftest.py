@@ -37,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False  # eager is the measure: its convolutions are not to round float32 to TF32, as they do by default
     # Dynamo times every set of guards once, with cold caches: it writes 32 MB first, which takes 16 ms of each compile, an eighth of all tests' time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[assignment]
+    # Seeds for devices that are absent are kept for later, each with a stack trace: a millisecond for every `torch.manual_seed`.
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None  # type: ignore[assignment]
     # pytest's handler would turn on PyTorch's structured trace (`TORCH_TRACE`), which records a stack for each step of a compile.
     torch._logging._internal.trace_log.propagate = True
     directory = config.getoption("--compile-cache")
