@@ -38,10 +38,10 @@ gpu-check: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/installed-dev
 test: test-plain test-training
 
 test-training: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-plain: $(PLAIN)/installed
-	$(PLAIN)/bin/python -m pytest -n $(WORKERS) $(PLAIN_TESTS)
+	$(PLAIN)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PLAIN_TESTS)
 
 test-all: $(VENV)/installed-dev
 	PYTHONPATH=tests $(VENV)/bin/python -m ops.run_all --workers $(WORKERS) $(ARGS)
