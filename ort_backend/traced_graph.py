@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import fx
 
 from ort_backend.lowering.nested_regions import inline_regions
+from ort_backend.lowering.passes.fixed_epsilons import fix_epsilons
 from ort_backend.lowering.passes.grouped_queries import group_queries
 from ort_backend.lowering.passes.traced_masks import drop_traced_masks
 
 
 def simplify(gm: fx.GraphModule) -> None:
-    """Writes nested regions out, and takes masks and repetitions from attention that needs none; in place.
+    """Writes nested regions out, takes masks and repetitions from attention that needs none, and compiles epsilons in; in place.
 
     Raises:
         LoweringError: this version of PyTorch has regions and no pass that inlines them.
@@ -18,3 +19,4 @@ def simplify(gm: fx.GraphModule) -> None:
     inline_regions(gm)
     drop_traced_masks(gm)
     group_queries(gm)
+    fix_epsilons(gm)

@@ -94,6 +94,17 @@ def test_a_changing_number_of_rows(fused: list[int]) -> None:
     assert fused == [2]
 
 
+def test_with_every_number_an_input(fused: list[int]) -> None:
+    """As `dynamic=True` has it: the epsilon is compiled in, and another one compiles again."""
+    model, x = Block(16), torch.randn(4, 16)
+    call = torch.compile(model, backend="ort_training", dynamic=True)
+    for eps in (1e-6, 0.5, 1e-6):
+        model.norm.eps = eps
+        for rows in (x, x[1:]):
+            torch.testing.assert_close(call(rows), model(rows))
+    assert fused == [2, 2]
+
+
 def test_a_norm_alone_and_one_of_a_matrix(fused: list[int]) -> None:
     torch.manual_seed(0)
     _same(Norm(16), torch.randn(4, 16))
