@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering import channels_last, depthwise
+from ort_backend.lowering import channels_last, depthwise, part_writes
 
 aten = torch.ops.aten
 
@@ -38,4 +38,5 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: depthwise.convolution,
     aten.convolution_backward.default: depthwise.convolution_backward,
     **channels_last.IMPLEMENTATIONS,
+    **part_writes.IMPLEMENTATIONS,
 }

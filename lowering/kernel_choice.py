@@ -24,6 +24,7 @@ from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, operator_class, size_of, table_key
+from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
@@ -138,6 +139,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:
         return "MKL's product is faster at this size"
+    if node.target is WRITE_PARTS:
+        return "PyTorch writes to parts of a tensor where they lie"
     if node.target in channels_last.IMPLEMENTATIONS:
         return "oneDNN's kernels take pictures with the channels last as they lie"
     if node.target is BFLOAT16_MM:

@@ -26,6 +26,7 @@ from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.ops.convolution import is_pointwise
+from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.target import OrtTarget
@@ -205,7 +206,7 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
     """
     if target.kernels == "onnxruntime":
         return False
-    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, CUDNN_LAYER, CUDNN_LAYER_BACKWARD):
+    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, CUDNN_LAYER, CUDNN_LAYER_BACKWARD, WRITE_PARTS):
         return True
     if node.target is aten.convolution_backward.default:
         return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node) and not _is_pointwise_convolution(node)

@@ -28,6 +28,7 @@ from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
+from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.real_transforms import transform_back
@@ -89,6 +90,7 @@ def lower_joint(
     if recompute(module, num_fwd_outputs):
         fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
+    join_writes(graph, target)
     keep_probabilities(graph, target)
     choose_products(graph, target)
     loosen_tangents(graph)
@@ -152,6 +154,7 @@ def lower_inference(
     _simplify(graph, target)
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
+    join_writes(graph, target)
     hoisted = hoist(graph)
     drop_unread(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -33,6 +33,7 @@ from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
+from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
@@ -90,6 +91,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
+    join_writes(graph, target)
     draws = hoist(graph).draws
     drop_unread(graph)
     refused: dict[fx.Node, str] = {}
