@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,10 +88,10 @@ def place(name: str, *, sizes: str = "fixed") -> Placed:
     return _read(name, text)
 
 
-def _mark_changing(inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+def _mark_changing(inputs: dict[str, Any], others: dict[str, Any]) -> None:
     """Makes the sizes symbolic in which two batches differ: what Dynamo does when it compiles again."""
     for key, tensor in inputs.items():
-        for d, size in enumerate(tensor.shape):
+        for d, size in enumerate(tensor.shape if isinstance(tensor, torch.Tensor) else ()):
             if size != others[key].shape[d]:
                 torch._dynamo.maybe_mark_dynamic(tensor, d)
 
