@@ -70,17 +70,20 @@ def fuse_rms_norms(graph: fx.Graph, target: OrtTarget, *, checkpoints: bool = Fa
     Those in checkpoints are left, unless `checkpoints` says that what is computed again is written twice by now: the first is a norm without
     gradients, the second one with them.
     """
-    roots = graph.find_nodes(op="call_function", target=aten.rsqrt.default)
-    if not roots or not target.whole_graphs or any(next(registry.find(one, target), None) is None for one in (FORWARD, BACKWARD)):
+    if not _roots(graph) or not target.whole_graphs or any(next(registry.find(one, target), None) is None for one in (FORWARD, BACKWARD)):
         return 0
     if checkpoints:
         drop_unread(graph)
-    found = [norm for norm in map(_norm_of, roots) if norm is not None and (checkpoints or "recompute" not in norm.y.meta)]
+    found = [norm for norm in map(_norm_of, _roots(graph)) if norm is not None and (checkpoints or "recompute" not in norm.y.meta)]
     for norm in found:
         _rewrite(graph, norm)
     if found:
         drop_unread(graph)
     return len(found)
+
+
+def _roots(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=aten.rsqrt.default))
 
 
 def _norm_of(r: fx.Node) -> _Norm | None:

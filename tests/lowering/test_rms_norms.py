@@ -236,3 +236,13 @@ def test_a_checkpoint_computes_it_again(fused: list[int]) -> None:
     torch.manual_seed(0)
     _same(Block(24), torch.randn(3, 5, 24), through=lambda model, x: checkpoint(model, x, use_reentrant=False))
     assert fused == [3]  # two in the forward; in the backward the last one's result is not computed again, and it stays
+
+
+def test_a_root_that_the_backward_alone_reads(fused: list[int]) -> None:
+    x = torch.rand(4, requires_grad=True)
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(torch.acosh, x + 2, use_reentrant=False)  # the root of its gradient is written there, and again in the backward
+
+    torch.testing.assert_close(*(torch.autograd.grad(call(x).sum(), x) for call in (torch.compile(step, backend="ort_training"), step)))
+    assert fused == [0]
