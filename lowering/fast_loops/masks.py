@@ -73,7 +73,8 @@ def _dequantize(op: Any, graph: ir.Graph, cast: ir.Node, mask: ir.Value, byte: i
 
 
 def _scaled(op: Any, mask: ir.Value, factor: ir.Value, byte: ir.DataType) -> ir.Value:
-    return op.DequantizeLinear(typed(op.Cast(mask, to=byte), byte, mask.shape), factor)
+    """With a zero point, for its dtype: behind a Transpose ONNX Runtime's optimizer writes a QuantizeLinear, which else gives uint8 (1.19.2)."""
+    return op.DequantizeLinear(typed(op.Cast(mask, to=byte), byte, mask.shape), factor, constant(op, 0, byte))
 
 
 def _count(op: Any, graph: ir.Graph, cast: ir.Node, mask: ir.Value, byte: ir.DataType) -> None:

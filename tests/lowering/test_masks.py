@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import pytest
 import torch
-from behaviours.check import Both, on_ort, single_session
+from behaviours.check import Both, call, on_ort, same_as_eager, single_session
 from default_device import ON_CPU, seeded
 from torch import nn
 
@@ -96,3 +96,13 @@ def test_forward_and_backward_read_the_mask_and_keep_no_numbers(tmp_path: Path) 
     assert {onnx.TensorProto.UINT8, onnx.TensorProto.INT8} == set(dequantized.values())
     assert all(len(nodes) == 1 for nodes in readers.values())
     assert not [node for node in nodes if node.op_type == "DropoutGrad"]
+
+
+@pytest.mark.parametrize("reduce", ["amin", "amax"])
+def test_a_transpose_of_one_in_the_backward(reduce: str) -> None:
+    index = torch.randint(0, 40, (8192,), generator=seeded(1))
+
+    def extremes(source: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, 40).scatter_reduce(1, index.expand(2, 8192), source, reduce, include_self=False)
+
+    same_as_eager(extremes, call(torch.randn(2, 8192, generator=seeded(0), requires_grad=True)))
