@@ -1,7 +1,7 @@
 """Sums of negative zeros, where their sign shows: as in PyTorch, whose sums begin with 0.
 
-The sum of negative zeros is 0 to PyTorch, and -0 to ONNX Runtime's ReduceSum and ReduceMean (1.19.2 and 1.32.0 alike). `atan2(0, -0)` is pi: it would
-be the angle between a direction and the way from a point to itself.
+The sum of negative zeros is 0 to PyTorch, and -0 to ONNX Runtime's ReduceSum, ReduceMean and CumSum (1.19.2 and 1.32.0 alike). `atan2(0, -0)` is
+pi: it would be the angle between a direction and the way from a point to itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 # Operators that tell one zero from the other.
 _TELLING = {aten.atan2.default, aten.copysign.Tensor, aten.signbit.default}
-_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.cumsum.default}
 # What hands numbers on as they are, from their first argument.
 _VIEWS = {
     aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default, aten.permute.default, aten.select.int, aten.slice.Tensor,

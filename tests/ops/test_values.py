@@ -479,6 +479,7 @@ def test_sums_of_negative_zeros_are_zeros(count: int) -> None:
         angles = torch.compile(lambda x: function(torch.ones(count, 1), x.sum(1, keepdim=True)), backend="ort_training")(x)  # noqa: B023
         assert torch.equal(angles, function(torch.ones(count, 1), x.sum(1, keepdim=True)))
     assert not torch.compile(lambda x: x.mean(1).view(1, -1).signbit().any(), backend="ort_training")(x)
+    assert not torch.compile(lambda x: x.cumsum(1)[:, :2].signbit().any(), backend="ort_training")(x)
 
 
 def test_angles_of_infinities() -> None:
