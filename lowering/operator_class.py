@@ -63,7 +63,7 @@ def operator_class(node: fx.Node) -> str:
     if node.target is aten.flip.default:
         dims: Any = node.args[1]
         shape = node.meta["val"].shape
-        behind = math.prod(map(hint, shape[max((dim % len(shape) for dim in dims), default=-1) + 1 :]))
+        behind = math.prod(map(hint, shape[max((dim % len(shape) for dim in dims if shape), default=-1) + 1 :]))
         return f"{name} rows" if behind < _BLOCK else name
     if node.target is aten.index_add.default:
         return f"{name} first" if node.args[1] in (0, -node.meta["val"].dim()) else name
@@ -106,7 +106,7 @@ def _measured_size(kind: str, *sizes: int) -> str:
     """The size of a filter, or that of a measured one that stands for it: in one dimension, and where each channel has its own."""
     if len(sizes) == 1 and sizes[0] > 1:
         return "3" if sizes[0] < 5 else "31" if kind == "depthwise" and sizes[0] > 15 else "9"
-    if kind == "depthwise" and sizes[0] == sizes[1] > 3:
+    if kind == "depthwise" and len(sizes) == 2 and sizes[0] == sizes[1] > 3:
         return "3x3" if sizes[0] < 7 else "7x7"
     return "x".join(map(str, sizes))
 

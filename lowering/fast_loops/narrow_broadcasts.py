@@ -153,7 +153,7 @@ def _rows(shapes: Sequence[ir.Shape], hints: Mapping[str, int | None]) -> _Rows 
     last = next((pattern for pattern in reversed(patterns) if pattern is not None), None)
     first = next((at + 1 for at in reversed(range(rank)) if patterns[at] not in (None, last)), 0)
     width, count = (math.prod(example(size, hints, unknown=_MANY) for size in sizes) for sizes in (shape[first:], shape[:first]))
-    if last is None or first == 0 or count < _MANY or width > _WIDE:
+    if last is None or first == 0 or count < _MANY or not 0 < width <= _WIDE:
         return None
     return _Rows(shape, operands, first, width)
 

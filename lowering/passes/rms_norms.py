@@ -152,9 +152,9 @@ def _forward_of(r: fx.Node) -> tuple[Any, float]:
     square: Any = mean.args[0]
     if square.target is not aten.pow.Tensor_Scalar or square.args[1] != 2 or len(square.users) != 1:
         return nothing
-    x, dims = square.args[0], _dims(mean)
+    x = square.args[0]
     value = x.meta["val"]
-    if value.dtype is not torch.float32 or dims != [value.dim() - 1]:
+    if value.dtype is not torch.float32 or value.dim() == 0 or _dims(mean) != [value.dim() - 1]:
         return nothing
     return (x, added.args[1]) if isinstance(value.shape[-1], int) and 1 < value.shape[-1] < LONG else nothing
 

@@ -82,6 +82,7 @@ def test_by_shape_class(table: None) -> None:
         (nn.Conv1d(17, 17, 10), (2, 17, 16), "dense 9"),
         (nn.Conv1d(16, 16, 1), (2, 16, 8), "dense 1 by 16"),
         (nn.Conv1d(16, 16, 31, groups=16), (2, 16, 40), "depthwise 31"),
+        (nn.Conv1d(16, 16, 1, groups=16), (2, 16, 8), "depthwise 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -143,6 +144,7 @@ def test_symbolic_sizes_count_as_their_example(table: None) -> None:
         (lambda x: x.repeat(1, 8, 1).flip(0), "aten.flip.default"),
         (lambda x: x.flip(0), "aten.flip.default rows"),  # a few numbers at a time
         (lambda x: x.flip([0, 2]), "aten.flip.default rows"),
+        (lambda x: x.sum().flip(0), "aten.flip.default rows"),
         (lambda x: torch.div(x, 3.5, rounding_mode="floor"), "aten.div.Tensor_mode floor"),
         (lambda x: x**3, "aten.pow.Tensor_Scalar 3.0"),
         (lambda x: x**1.7, "aten.pow.Tensor_Scalar any"),

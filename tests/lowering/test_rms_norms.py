@@ -134,7 +134,8 @@ def test_other_norms_stay(fused: list[int]) -> None:
 
     _same(OfOthers(8), torch.randn(4, 8))
     _same(Norm(1 << 15), torch.randn(2, 1 << 15))  # too long for the kernel's sums
-    assert fused == [0, 0] and not ort_backend.report().graphs[-1].outside
+    _same(Norm(8), torch.randn(()))
+    assert fused == [0, 0, 0] and not ort_backend.report().graphs[-1].outside
 
 
 def _frozen(model: nn.Module) -> nn.Module:
