@@ -27,12 +27,19 @@ def _group_norm_backward(gradient: torch.Tensor, x: torch.Tensor, *others: Any) 
     return aten.native_group_norm_backward.default(gradient, x, *others)
 
 
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of no elements is one of the input's dtype, where the operator promises a bool (torch 2.13)."""
+    output, mask = aten.native_dropout.default(x, p, train)
+    return output, mask.to(torch.bool)
+
+
 _REPLACED = {
     # A session hands out contiguous tensors where the trace may have had other strides; a view that they do not allow becomes a copy.
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
     BEHIND: lambda x, gradient: x,  # PyTorch's steps are in order; and what reads a plan from the cache may not know the operator
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_dropout.default: _dropout,
     FORWARD: run_forward,
     **onednn.IMPLEMENTATIONS,
     **faster_calls.IMPLEMENTATIONS,

@@ -63,6 +63,15 @@ def test_gradients_of_softmax_where_there_may_be_nothing() -> None:
             torch.testing.assert_close(gradient, torch.autograd.grad((function(given) * weights).sum(), given)[0])
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_dropout_of_nothing_behind_another_draw(dynamic: bool) -> None:
+    step = torch.compile(lambda x: torch.poisson(torch.ones(2)).sum() * torch.nn.functional.dropout(x, 0.5), backend="ort_training", dynamic=dynamic)
+    for rows in (3, 0):
+        x = torch.randn(rows, 2, requires_grad=True)
+        step(x).sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+
+
 def test_an_operator_of_constants_alone_runs_at_every_call() -> None:
     calls = []
 
