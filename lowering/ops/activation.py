@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import same_shape
-from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.microsoft import microsoft
 from ort_backend.lowering.registry import Unsupported, register
 
@@ -354,5 +354,10 @@ def glu_backward(op, grad_output, self, dim):
 
 
 def _halves(op: Any, tensor: ir.Value, dim: int) -> tuple[ir.Value, ir.Value]:
-    first, second = op.Split(tensor, num_outputs=2, axis=dim, _outputs=2)
+    """A Split into a number of parts refuses a dimension of size 0."""
+    size = tensor.shape[dim]  # type: ignore[index]
+    if isinstance(size, int):
+        first, second = op.Split(tensor, int64s(op, [size // 2] * 2), axis=dim, _outputs=2)
+    else:
+        first, second = op.Split(tensor, num_outputs=2, axis=dim, _outputs=2)
     return first, second

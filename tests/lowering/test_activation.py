@@ -98,6 +98,8 @@ def test_elu_backward(check: Callable, is_result: bool) -> None:
 
 def test_glu_and_prelu(check: Callable) -> None:
     check(lambda g, x: aten.glu_backward(g, x, -1), randn(4, 3), randn(4, 6), also=(randn(2, 3), randn(2, 6)))
+    check(lambda x: aten.glu(x, 0), randn(0, 6))
+    check(lambda g, x: aten.glu_backward(g, x, 0), randn(0, 6), randn(0, 6))
     check(lambda x, w: aten._prelu_kernel(x, w), randn(4, 6), randn(1, 6), also=(randn(2, 6), randn(1, 6)))
     check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), randn(4, 6), randn(4, 6), randn(1, 6))
 
