@@ -76,7 +76,7 @@ def _unrepeated(node: Any, query: Tensor) -> fx.Node | None:
     source, result = shapes[0], shapes[-1]
     if len(source) != 4 or not isinstance(source[1], int) or not isinstance(query.shape[1], int) or query.shape[1] % source[1]:
         return None
-    if is_written(node, node.meta["example_value"]) or source[3] != query.shape[3]:
+    if any(is_written(one, one.meta["example_value"]) for one in (node, *chain)) or source[3] != query.shape[3]:
         return None
     n, heads, s, d = source
     expected: list[tuple[Any, ...]] = [(n, query.shape[1], s, d)]

@@ -48,6 +48,12 @@ def _of_what_is_written_to(x: Tensor) -> Tensor:
     return repeated
 
 
+def _written_to_behind(x: Tensor) -> Tensor:
+    repeated = _interleaved(x)
+    repeated[:, 0] = 0
+    return repeated
+
+
 def _compiled(function: Callable[..., Any], *args: Tensor, dynamic: bool | None = False) -> tuple[Any, list[fx.Node], int]:
     found: list[Any] = []
 
@@ -78,7 +84,7 @@ def test_repetitions_are_left_out(repeat: Callable[[Tensor], Tensor], dynamic: b
     assert [one.meta["example_value"].shape[1] for one in node.args] == [6, 2, 2]
 
 
-@pytest.mark.parametrize("repeat", [_as_a_whole, _in_the_other_order, _of_what_is_written_to, lambda x: _by_methods(x) + 0])
+@pytest.mark.parametrize("repeat", [_as_a_whole, _in_the_other_order, _of_what_is_written_to, _written_to_behind, lambda x: _by_methods(x) + 0])
 def test_others_stay(repeat: Callable[[Tensor], Tensor]) -> None:
     function = _attention(repeat)
     found, (node,), count = _compiled(function, Q, K, V)
