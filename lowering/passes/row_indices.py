@@ -61,9 +61,14 @@ def _scatter_add(given: dict[str, Any]) -> Call | None:
 def _scatter_reduce(given: dict[str, Any]) -> Call | None:
     if given["reduce"] == "sum" and given["include_self"]:
         return aten.index_add.default, (given["src"],), {}
-    return (
-        (aten.index_reduce.default, (given["src"], given["reduce"]), {"include_self": given["include_self"]}) if given["reduce"] in _REDUCED else None
-    )
+    if given["reduce"] not in _REDUCED or not _reduces(given["self"].meta["val"].dtype, given["reduce"]):
+        return None
+    return aten.index_reduce.default, (given["src"], given["reduce"]), {"include_self": given["include_self"]}
+
+
+def _reduces(dtype: torch.dtype, reduce: str) -> bool:
+    """Whether `index_reduce` is for a dtype: not for bools, as `scatter_reduce` is, nor for products in half precision (torch 2.13)."""
+    return dtype is not torch.bool and not (reduce == "prod" and dtype in (torch.float16, torch.bfloat16))
 
 
 _BY_ROWS: dict[Any, Callable[[dict[str, Any]], Call | None]] = {

@@ -83,6 +83,18 @@ def test_others_stay(rewritten: list[int], kind: str) -> None:
         _check(function)
 
 
+@pytest.mark.parametrize(("dtype", "reduce"), [(torch.bool, "amax"), (torch.bool, "amin"), (torch.bfloat16, "prod"), (torch.float16, "prod")])
+@pytest.mark.parametrize("include_self", [True, False])
+def test_what_index_reduce_is_not_for(rewritten: list[int], dtype: torch.dtype, reduce: str, include_self: bool) -> None:
+    x, own = (one.abs().mul(2).round().clamp(max=1).to(dtype) for one in (X, X[:5]))
+
+    def function(x: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        return own.scatter_reduce(0, _as(x), x, reduce, include_self=include_self)
+
+    same_tree(compiled(function)(x, own), function(x, own))
+    assert rewritten == [0]
+
+
 def test_rows_of_changing_number(rewritten: list[int]) -> None:
     def pool(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return torch.zeros(5, 4).scatter_reduce(0, rows.view(-1, 1).expand_as(x), x.sin(), "mean", include_self=False)
