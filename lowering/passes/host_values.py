@@ -108,12 +108,15 @@ def _worked_out(graph: ir.Graph) -> tuple[set[ir.Value], set[ir.Node]]:
     """The values that follow from sizes and constants alone, and the nodes that compute them."""
     host: set[ir.Value] = set()
     arithmetic: set[ir.Node] = set()
+    folded: set[ir.Value] = set()  # what follows from constants alone, which ONNX Runtime works out in advance
     for node in graph:
         if node.domain == "" and node.op_type in _ROOTS:
             host.update(node.outputs)
         elif node.domain == "" and node.op_type in ARITHMETIC:
-            values = [value for value in node.inputs if value is not None and not _is_constant(value)]
-            if values and host.issuperset(values):
+            values = [value for value in node.inputs if value is not None and not _is_constant(value) and value not in folded]
+            if not values:
+                folded.update(node.outputs)
+            elif host.issuperset(values):
                 host.update(node.outputs)
                 arithmetic.add(node)
     return host, arithmetic
@@ -138,7 +141,7 @@ def is_about_sizes(node: ir.Node) -> bool:
             return False
         values = [value for value in one.inputs if value is not None and not _is_constant(value)]
         producers = {value.producer() for value in values}
-        if not values or None in producers:
+        if None in producers or (not values and one is node):
             return False
         new = {producer for producer in producers if producer is not None and producer.op_type not in _ROOTS} - seen
         seen |= new

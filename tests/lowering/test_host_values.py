@@ -81,6 +81,19 @@ def test_a_number_computed_in_floating_point(kind: type, factor: float) -> None:
     assert operators.count("Range") == 1
 
 
+def test_sizes_beside_what_follows_from_constants_alone() -> None:
+    """As the paddings of a gradient do: ONNX Runtime works these out in advance."""
+
+    def write(graph: ir.Graph, op: Callable[..., ir.Value]) -> ir.Value:
+        known = op("Neg", _constant(graph, "one", np.array([-1])), rank=1)
+        sizes = op("Concat", op("Shape", graph.inputs[0], rank=1), known, rank=1, axis=0)
+        assert is_about_sizes(sizes.producer()) and not is_about_sizes(known.producer())  # type: ignore[arg-type]
+        return op("Pad", graph.inputs[0], sizes, dtype=D.FLOAT)
+
+    result, operators = _run(write, 3)
+    assert result.shape == (7,) and "Range" not in operators
+
+
 def test_a_vector_of_sizes() -> None:
     def write(graph: ir.Graph, op: Callable[..., ir.Value]) -> ir.Value:
         count = op("Cast", op("ReduceSum", graph.inputs[0], dtype=D.FLOAT, keepdims=0), to=int(D.INT64))
