@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._prims_common import is_contiguous_or_false
 
 from ort_backend.lowering.fx_nodes import REFERENCES, call_beside, source_of
 from ort_backend.lowering.ops.rotary_embedding import KERNEL, ROTARY_EMBEDDING
@@ -234,6 +235,8 @@ def _rewrite(graph: fx.Graph, one: _Embedding, halves: dict[tuple[fx.Node, torch
         turned = call_beside(graph, like, ROTARY_EMBEDDING, x, cos, sin)
         turned = turned if dtype == one.dtype else call_beside(graph, like, aten._to_copy.default, turned, dtype=dtype)
         turned = _swapped(graph, turned, like) if heads == 1 else turned
+        if any(user.op == "output" for user in like.users) and is_contiguous_or_false(like.meta["val"]):  # what leaves the graph keeps its strides
+            turned = call_beside(graph, like, aten.clone.default, turned, memory_format=torch.contiguous_format)
     one.result.replace_all_uses_with(turned)
 
 

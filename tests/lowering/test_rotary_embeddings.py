@@ -96,6 +96,20 @@ def test_without_gradients(fused: list[int]) -> None:
     assert fused == [2]
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_result_keeps_its_strides(fused: list[int], grad: bool, transposed: bool) -> None:
+    def turn(x: Tensor) -> Tensor:
+        heads_first = x.transpose(1, 2) if transposed else x
+        cos, sin = (one.unsqueeze(1) for one in angles(torch.arange(3)[None], 8))
+        return heads_first * cos + rotate_half(heads_first) * sin
+
+    x = torch.randn((2, 3, 4, 8) if transposed else (2, 4, 3, 8), requires_grad=grad)
+    found, expected = torch.compile(turn, backend="ort_training")(x), turn(x)
+    torch.testing.assert_close(found, expected)
+    assert found.stride() == expected.stride() and max(fused) > 0
+
+
 def test_angles_that_differ_between_the_halves_are_left(fused: list[int]) -> None:
     class Unequal(nn.Module):
         def __init__(self, sin_too: bool) -> None:
