@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +35,6 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     the same again (1.19.2).
     MatMulAddFusion puts what it makes of a product and a sum behind all other nodes: in a backward of its own the gradient that everything waits for
     comes last, and temporaries of all layers are there at once (1.32.0: 150 MB for 87).
-    GemmActivationFusion copies the mark that ONNX Runtime has put on nodes of the backward, under a name that FusedGemm does not know (1.19.2).
     """
     products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
     is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
@@ -57,8 +55,6 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
         harmful.append("ConstantFolding")
     if _reads_statistics(model) or _has_layers_not_to_skip(model, provider):
         harmful.append("SkipLayerNormFusion")
-    if _has_activation_behind_yield(model):
-        harmful.append("GemmActivationFusion")
     if ".backward" in str(model.graph.name):
         harmful.append("MatMulAddFusion")
     if _computes_again_what_is_handed_out(model):
@@ -86,11 +82,6 @@ def _skip_layer_norm(dtype: ir.DataType) -> ir.Node:
     kind, size = ir.TensorType(dtype), ir.Shape([8])
     inputs = [ir.Value(name=name, type=kind, shape=size if name == "scale" else ir.Shape([1, 2, 8])) for name in ("x", "y", "scale")]
     return ir.Node(MS, "SkipLayerNormalization", inputs, outputs=[ir.Value(name="result", type=kind, shape=inputs[0].shape)], version=1)
-
-
-def _has_activation_behind_yield(model: ir.Model) -> bool:
-    behind = itertools.dropwhile(lambda node: node.op_type != "YieldOp", model.graph)
-    return any(node.op_type in ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "Softplus", "Softsign", "Elu", "HardSigmoid") for node in behind)
 
 
 _LARGE = 1 << 20  # elements

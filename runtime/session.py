@@ -22,6 +22,7 @@ from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
+from ort_backend.runtime.idle_optimizers import idle_optimizers
 from ort_backend.runtime.late_frees import frees_late
 from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running, take_error
 from ort_backend.runtime.result_memory import memory
@@ -125,7 +126,7 @@ class Program:
         outputs: Names of its outputs.
         float32_operators: The types of its nodes that read float32.
         lines: The user's line for each node by name.
-        disabled: ONNX Runtime's graph optimizers that would break it.
+        disabled: ONNX Runtime's graph optimizers that would break it, or that have nothing to do in it.
         can_be_captured: Whether a CUDA graph of one run can be replayed for every other.
         frees_late: Whether a run on CUDA must be waited for, see `late_frees`.
     """
@@ -149,6 +150,7 @@ class Program:
             disabled.extend(layer_norm.FUSIONS)
         if provider == CPU_PROVIDER and square_root.is_inexact():
             square_root.take_in_float64(model)
+        disabled.extend(name for name in idle_optimizers(model) if name not in disabled)
         nodes = ir.traversal.RecursiveGraphIterator(model.graph)  # those inside loops as well
         return cls(
             name=str(model.graph.name),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import re
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -59,3 +62,20 @@ def test_a_checkpointed_sum_in_front_of_a_normalisation() -> None:
 def test_a_clamp_behind_a_relu(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5).mul(4).to(dtype).requires_grad_(dtype.is_floating_point)
     same_as_eager(lambda x: x.relu().clamp(1, 2) * 3, call(x), train=dtype.is_floating_point)
+
+
+def _optimizers(model: nn.Module, x: torch.Tensor, capfd: pytest.CaptureFixture[str]) -> collections.Counter[str]:
+    """How often each of ONNX Runtime's graph optimizers went over a model, forward and backward."""
+    capfd.readouterr()
+    torch.compile(model, backend="ort_training", options={"session_options": {"log_severity_level": 0}})(x).sum().backward()
+    return collections.Counter(re.findall(r"GraphTransformer (\w+) modified", capfd.readouterr().err))
+
+
+def test_optimizers_stop_when_nothing_is_left_to_do(capfd: pytest.CaptureFixture[str]) -> None:
+    ran = _optimizers(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4), capfd)
+    assert 1 <= ran["ConstantFolding"] <= 6  # ten times in one session, where each time something is marked
+
+
+def test_optimizers_without_operators_to_look_for_do_not_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "ConvActivationFusion" not in _optimizers(nn.Linear(4, 4), torch.randn(2, 4), capfd)
+    assert "ConvActivationFusion" in _optimizers(nn.Conv2d(1, 2, 3), torch.randn(2, 1, 8, 8), capfd)
