@@ -11,10 +11,12 @@ _WITH_EFFECT = ("YieldOp", ATEN, TRITON, "PythonOp", "PythonOpGrad")
 
 def drop_unread_nodes(graph: ir.Graph) -> None:
     """Removes the nodes whose results nothing reads, in place; those that run Python stay."""
+    unread: set[ir.Node] = set()
     for node in reversed(graph):
-        is_read = any(value.uses() or value.is_graph_output() for value in node.outputs)
+        is_read = any(value.is_graph_output() or not all(use.node in unread for use in value.uses()) for value in node.outputs)
         if not is_read and node.op_type not in _WITH_EFFECT:
-            graph.remove(node, safe=True)
+            unread.add(node)
+    graph.remove(unread, safe=True)  # at once: each call goes over all outputs
 
 
 def drop_unread_constants(graph: ir.Graph) -> None:

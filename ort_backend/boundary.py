@@ -78,6 +78,7 @@ class Results:
         self._fetches: dict[Any, int] = {}
         self.nodes: list[fx.Node] = []
         self.values: list[Any] = []
+        self._fetched: set[Any] = set()  # the same
 
     def add(self, node: Any) -> Output:
         if not isinstance(node, fx.Node):
@@ -104,6 +105,7 @@ class Results:
         if key not in self._fetches:
             self._fetches[key] = len(self.values)
             self.values.append(self._outgoing(value, fake, permutation))
+            self._fetched.add(self.values[-1])
             self.nodes.append(node)
         restored = None if permutation is None else inverse(permutation)
         return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
@@ -171,8 +173,7 @@ class Results:
         """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
         if permutation is not None:
             return self._lowering.transpose(value, permutation)
-        is_copy = any(value is fetched for fetched in self.values)
-        return self._lowering.fresh(value, fake) if is_copy or value.producer() is None or self._is_tangent(value) else value
+        return self._lowering.fresh(value, fake) if value in self._fetched or value.producer() is None or self._is_tangent(value) else value
 
     @staticmethod
     def _is_tangent(value: Any) -> bool:
