@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ort_backend import graph_pickle
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.counters import count_together
 from ort_backend.lowering.dtypes import carrier, to_torch
@@ -151,6 +156,24 @@ def test_a_perceptron() -> None:
     active = made.call(aten.gelu.default, made.reshape(hidden, 2, 3, 16), approximate="tanh")
     out = made.reshape(made.call(aten.addmm.default, c, made.reshape(active, 6, 16), v), 2, 3, 8)
     assert made.rewritten(made.kernel("Neg", out), hidden) == ["addmm+gelu+addmm", "Neg"]
+
+
+def test_pickling_asks_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            raise AttributeError(name)
+
+    made = Graph()
+    x, y = made.input(_randn(3, 4)), made.input(_randn(4, 5))
+    product = made.call(aten.mm.default, made.call(aten.exp.default, x), y)
+    assert made.rewritten(product) == ["exp+mm"]
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    function = pickle.loads(graph_pickle.dumps(made.calls[0].function))
+    assert "run" not in asked
+    torch.testing.assert_close(function(*made.given.values())[0], made.given[x].exp() @ made.given[y])
 
 
 def test_what_a_kernel_between_makes_is_waited_for() -> None:
