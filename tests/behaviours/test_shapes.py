@@ -106,7 +106,8 @@ def test_a_number_of_blocks_that_is_one() -> None:
         return F.pad(x, (0, -x.shape[1] % 8)).view(x.shape[0], blocks, -1) + bias[None, None]
 
     sizes = ((3, 6), (4, 5), (3, 20), (5, 7), (2, 30))
-    same_as_eager(function, *(call(tensor(*size), tensor(8, seed=1)) for size in sizes), graphs=2, repeat=1, dynamic=True)
+    outside = () if ON_CPU else None  # there, sums of what may have no elements
+    same_as_eager(function, *(call(tensor(*size), tensor(8, seed=1)) for size in sizes), graphs=2, repeat=1, python_ops=outside, dynamic=True)
 
 
 def test_sizes_whose_equality_is_required() -> None:

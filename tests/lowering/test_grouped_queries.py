@@ -93,14 +93,14 @@ def test_others_stay(repeat: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_with_a_mask_they_stay() -> None:
-    mask = torch.rand(5, 7) > 0.5
+    mask = torch.rand(5, 7, device="cpu") > 0.5
     assert _compiled(_attention(_by_methods, attn_mask=mask), Q, K, V)[2] == 0
 
 
 def test_keys_alone_or_of_another_size_stay() -> None:
-    wide = torch.randn(2, 6, 7, 8)
+    wide = torch.randn(2, 6, 7, 8, device="cpu")
     assert _compiled(lambda q, k, v: F.scaled_dot_product_attention(q, _by_methods(k), v), Q, K, wide)[2] == 0
-    values = torch.randn(2, 2, 7, 4)
+    values = torch.randn(2, 2, 7, 4, device="cpu")
     assert _compiled(_attention(_by_methods), Q, K, values)[2] == 0
 
 

@@ -63,6 +63,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_LARGER", joining._LARGE)
 
 
+@pytest.mark.cpu_only(reason="the call")
 @pytest.mark.parametrize(
     ("function", "calls"),
     [(_interleaved, 2), (_padded, 5), (_read_between, 6), (_to_an_argument, 1), (_through_views, 4)],
@@ -73,6 +74,7 @@ def test_training(function: Callable[..., torch.Tensor], calls: int) -> None:
     assert _calls() == calls or (_calls() and not WHOLE_GRAPHS)  # of one half, some are left out
 
 
+@pytest.mark.cpu_only(reason="the call")
 def test_what_is_written_to_is_left_as_it_was() -> None:
     x, part = torch.randn(SIZE), torch.randn(4, 64, 128)
     before = x.clone()
@@ -108,6 +110,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(torch.compile(write, backend="ort_training")(x, part), write(x, part))
 
 
+@pytest.mark.cpu_only(reason="the call")
 def test_changing_sizes() -> None:
     compiled = torch.compile(_interleaved, backend="ort_training")
     for rows in (64, 96, 70):

@@ -23,6 +23,7 @@ SLICES: dict[str, tuple[int, int, int, str]] = {  # axis, bounds, and what write
 }
 
 
+@pytest.mark.cpu_only(reason="how they are written")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool], ids=str)
 @pytest.mark.parametrize("kind", SLICES)
 def test_slices(kind: str, dtype: torch.dtype, lower: Callable[..., Any]) -> None:
@@ -38,6 +39,7 @@ def test_small_tensors_are_put_together(lower: Callable[..., Any]) -> None:
     assert "Concat" in lower(lambda x, part: torch.slice_scatter(x, part, 1, 2, 3), (x, part)).op_types
 
 
+@pytest.mark.cpu_only(reason="how they are written")
 def test_selections(lower: Callable[..., Any]) -> None:
     x, part = torch.randn(SIZE), torch.randn(2, 512)
     lowered = lower(lambda x, part: torch.select_scatter(x, part, 1, -2), (x, part))
