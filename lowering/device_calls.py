@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ort_backend.lowering import fused_attention
+from ort_backend.lowering.bridged_calls import bridge_calls
 from ort_backend.lowering.counters import count_together
 from ort_backend.lowering.lowered import Outside
 from ort_backend.lowering.merged_calls import merge_calls
@@ -30,5 +31,10 @@ def rewrite_calls(graph: ir.Graph, calls: Sequence[PythonCall], target: OrtTarge
             outside += said
     attention = {call.name for call in calls if call.recipe is not None and fused_attention.is_kernel(call.recipe.target)}
     views = view_in_calls(graph, attention)
-    merged = merge_calls(graph, put_channels_last(graph, calls, views), views)
+    calls = put_channels_last(graph, calls, views)
+    if target.kernels != "onnxruntime":
+        made, said = bridge_calls(graph, calls)
+        calls = [*calls, *made]
+        outside += said
+    merged = merge_calls(graph, calls, views)
     return merged, outside, len(calls) - len(merged)

@@ -23,12 +23,12 @@ from ort_backend.lowering.carriers import arrived, given, number_of
 from ort_backend.lowering.dtypes import NATIVE
 from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.python_op import PythonCall, Recipe, Slot, callable_of, unique_name
-from ort_backend.lowering.saved import behind_yield
+from ort_backend.lowering.saved import sides_of_yield
 from ort_backend.lowering.viewed_calls import Part, Sizes, View, Views
 
 _VALUE = re.compile(r"\bv\d+\b")
-# Calls in one node: the inputs of all of them live until the last one is done.
-_LARGEST = 6
+# Calls in one node: the inputs of all of them live until the last one is done. In the backward these are tensors that would be given up one by one.
+_LARGEST_IN_FRONT, _LARGEST = 32, 9
 # How far back a call looks for one to join, in nodes: as long may another wait for what this one needs.
 _WINDOW = 24
 
@@ -49,14 +49,14 @@ class _Group:
         return itertools.chain.from_iterable(node.outputs for node in self.nodes)
 
 
-def merge_calls(graph: ir.Graph, calls: Sequence[PythonCall], views: Mapping[str, Views], largest: int = _LARGEST) -> list[PythonCall]:
+def merge_calls(graph: ir.Graph, calls: Sequence[PythonCall], views: Mapping[str, Views], largest: int | None = None) -> list[PythonCall]:
     """Rewrites the graph in place.
 
     Args:
         graph: With the nodes of the calls.
         calls: All callables of the graph's nodes.
         views: How tensors are viewed around a call, by its name (`viewed_calls`).
-        largest: So many calls become one node.
+        largest: So many calls become one node; None: as many as suit each side of the `YieldOp`.
 
     Returns:
         The callables of the nodes that there are now.
@@ -80,9 +80,9 @@ def _name(node: ir.Node) -> str:
     return name
 
 
-def _grouped(graph: ir.Graph, names: set[str], largest: int) -> list[ir.Node | _Group]:
+def _grouped(graph: ir.Graph, names: set[str], largest: int | None) -> list[ir.Node | _Group]:
     """The nodes in an order in which they can run, those of one group behind each other."""
-    sides = _sides(graph)
+    sides = sides_of_yield(graph)
     done: list[ir.Node | _Group] = []
     for node in graph:
         if callable_of(node) not in names:
@@ -94,24 +94,11 @@ def _grouped(graph: ir.Graph, names: set[str], largest: int) -> list[ir.Node | _
     return done
 
 
-def _sides(graph: ir.Graph) -> dict[ir.Node, int]:
-    """1 for nodes in front of the `YieldOp`, 2 for those behind it; not a word of others."""
-    tangents, behind = behind_yield(graph)
-    if not tangents:
-        return {}
-    sides = {node: 2 for node in graph if not behind.isdisjoint(node.outputs)}
-    waiting = [value.producer() for value in tangents[0].producer().inputs if value is not None]  # type: ignore[union-attr]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in sides:
-            sides[node] = 1
-            waiting += [value.producer() for value in node.inputs if value is not None]
-    return sides
-
-
-def _joined(node: ir.Node, side: int, done: list[ir.Node | _Group], largest: int) -> list[ir.Node | _Group] | None:
+def _joined(node: ir.Node, side: int, done: list[ir.Node | _Group], largest: int | None) -> list[ir.Node | _Group] | None:
     """`done` with the node in the last group that it can join; None where it can join none."""
     last = len(done)
+    if largest is None:
+        largest = _LARGEST_IN_FRONT if side == 1 else _LARGEST
     for place in range(last - 1, max(-1, last - 1 - _WINDOW), -1):
         group = done[place]
         if isinstance(group, ir.Node):

@@ -47,6 +47,21 @@ def behind_yield(graph: ir.Graph) -> tuple[list[ir.Value], set[ir.Value]]:
     return tangents, behind
 
 
+def sides_of_yield(graph: ir.Graph) -> dict[ir.Node, int]:
+    """1 for nodes in front of the `YieldOp`, 2 for those behind it; others have none."""
+    tangents, behind = behind_yield(graph)
+    if not tangents:
+        return {}
+    sides = {node: 2 for node in graph if not behind.isdisjoint(node.outputs)}
+    waiting = [value.producer() for value in tangents[0].producer().inputs if value is not None]  # type: ignore[union-attr]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in sides:
+            sides[node] = 1
+            waiting += [value.producer() for value in node.inputs if value is not None]
+    return sides
+
+
 def _memory(value: ir.Value, own: Set[ir.Value] = frozenset()) -> ir.Value:
     """The value in whose memory `value` lies; those in `own` lie in their own."""
     producer = value.producer()

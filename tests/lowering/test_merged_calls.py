@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ort_backend import graph_pickle
+from ort_backend.lowering.bridged_calls import bridge_calls
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.counters import count_together
 from ort_backend.lowering.dtypes import carrier, to_torch
@@ -47,6 +48,7 @@ class Graph:
         self.calls: list[PythonCall] = []
         self.given: dict[ir.Value, Tensor] = {}
         self.fakes: dict[ir.Value, Tensor] = {}
+        self.said: list[str] = []
 
     def input(self, tensor: Tensor) -> ir.Value:
         value = ir.Value(name=f"x{len(self.given)}")
@@ -87,19 +89,22 @@ class Graph:
         self.graph.append(ir.Node("", "Split", [value], [ir.AttrInt64("axis", -1)], outputs=outputs))
         return [self._typed(one, part) for one, part in zip(outputs, parts, strict=True)]
 
-    def rewritten(self, *outputs: ir.Value, takes_parts: Sequence[str] = (), pictures: bool = False) -> list[str]:
+    def rewritten(self, *outputs: ir.Value, takes_parts: Sequence[str] = (), pictures: bool = False, bridges: bool = False) -> list[str]:
         """Runs before and behind the passes, with the same results: the nodes that are left, calls by what they call."""
         self.graph.outputs.extend(outputs)
         names, before = [output.name for output in outputs], self.run()
         views = view_in_calls(self.graph, {call.name for call in self.calls if call.title in takes_parts})
         if pictures:
             self.calls = put_channels_last(self.graph, self.calls, views)
+        if bridges:
+            made, said = bridge_calls(self.graph, self.calls)
+            self.calls, self.said = [*self.calls, *made], [one.operator for one in said]
         self.calls = merge_calls(self.graph, self.calls, views)
         assert [output.name for output in self.graph.outputs] == names
         for one, other in zip(self.run(), before, strict=True):
             assert one.is_contiguous()
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-        titles = {call.name: call.title.replace("aten.", "").replace(".default", "") for call in self.calls}
+        titles = {call.name: call.title.replace("aten.", "").replace("aten::", "").replace(".default", "") for call in self.calls}
         return [titles.get(callable_of(node) or "", node.op_type) for node in self.graph if node.op_type != "Constant"]
 
     def run(self) -> list[Tensor]:
@@ -206,9 +211,52 @@ def test_both_sides_of_the_yield() -> None:
 def test_so_many_and_no_more() -> None:
     made = Graph()
     value = made.input(_randn(4, 4))
-    for _ in range(8):
+    for _ in range(11):
         value = made.call(aten.gelu.default, value)
-    assert made.rewritten(value) == ["+".join(["gelu"] * 6), "gelu+gelu"]
+    assert made.rewritten(value) == ["+".join(["gelu"] * 9), "gelu+gelu"]
+
+
+def test_more_in_front_of_the_yield() -> None:
+    """There the inputs of a node are not what a backward would give up."""
+    made = Graph()
+    value = made.input(_randn(4, 4))
+    for _ in range(20):
+        value = made.call(aten.gelu.default, value)
+    grad = made.kernel("YieldOp", value)
+    for _ in range(10):
+        grad = made.call(aten.silu.default, grad)
+    assert made.rewritten(grad) == ["+".join(["gelu"] * 20), "YieldOp", "+".join(["silu"] * 9), "silu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_lies_between_calls_is_one(dtype: torch.dtype) -> None:
+    """As in a residual network, both sides; what the casts make are gradients."""
+    made = Graph()
+    x, w = made.input(_randn(4, 4).to(dtype)), made.input(_randn(4, 4).to(dtype))
+    first = made.call(aten.mm.default, x, w)
+    active = made.kernel("Relu", first)
+    second = made.call(aten.mm.default, active, w)
+    both = made.kernel("Relu", made.kernel("Add", second, x))
+    out = made.call(aten.mm.default, both, w)
+    grad = made.kernel("YieldOp", out)
+    of_both = made.call(aten.mm.default, grad, w)
+    of_weight = made.call(aten.mm.default, both, of_both)
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    results = made.cast(of_weight, other), made.kernel("Neg", of_both)
+    assert made.rewritten(*results, bridges=True) == ["mm+relu+mm+add+relu+mm", "YieldOp", "mm+mm+to", "Neg"]
+    assert made.said == ["aten::relu", "aten::add", "aten::relu", "aten::to"]
+
+
+def test_what_stays_between_calls() -> None:
+    """What leads to no call, comes from none, has integers or constants, and a cast of what others read."""
+    made = Graph()
+    x, n = made.input(_randn(4, 4)), made.input(torch.arange(16).view(4, 4))
+    called = made.call(aten.gelu.default, made.kernel("Relu", x))
+    counted = made.call(aten.cumsum.default, made.kernel("Add", made.call(aten.cumsum.default, n, 0), n), 1)
+    grad = made.kernel("YieldOp", made.kernel("Relu", called))
+    behind = made.call(aten.silu.default, made.kernel("Add", grad, called))
+    results = counted, made.cast(behind, torch.bfloat16), made.kernel("Neg", behind)
+    assert "add" not in "".join(made.rewritten(*results, bridges=True)) and made.said == []
 
 
 def test_results_that_nothing_reads_are_not_handed_over() -> None:
