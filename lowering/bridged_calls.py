@@ -55,11 +55,17 @@ def _between(graph: ir.Graph, names: Set[str]) -> list[ir.Node]:
             leads.add(node)
     found = []
     for node in candidates:
-        makers = [value.producer() for value in node.inputs if value is not None]
-        if node in leads and any(maker in called and sides.get(maker) == sides.get(node) for maker in makers if maker is not None):
+        if node in leads and _joins(node, called, sides):
             called.add(node)
             found.append(node)
     return found
+
+
+def _joins(node: ir.Node, called: Set[ir.Node], sides: Mapping[ir.Node, int]) -> bool:
+    """Whether it needs calls of its side, and nothing else that is computed there: that might need one of them."""
+    makers = [maker for value in node.inputs if value is not None and (maker := value.producer()) is not None]
+    beside = [maker for maker in makers if sides.get(maker) == sides.get(node)]
+    return bool(beside) and all(maker in called for maker in beside)
 
 
 def _is_simple(node: ir.Node) -> bool:
