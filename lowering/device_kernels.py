@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.operator_class import normalizes_bfloat16, size_of
 from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 
@@ -32,6 +33,7 @@ _ALWAYS, _MILLION = 0, 1 << 20
 _STEPS: dict[Any, int] = {
     aten.nll_loss_forward.default: _ALWAYS,
     aten.nll_loss_backward.default: _ALWAYS,
+    BFLOAT16_LOGIT_GRADIENT: _ALWAYS,
     aten.max_pool2d_with_indices_backward.default: _ALWAYS,
     aten._log_softmax_backward_data.default: _MILLION,
     aten.sigmoid.default: _MILLION,  # four nodes: ONNX Runtime's own loses the tail

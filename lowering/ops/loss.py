@@ -10,6 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import element_count, length
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
+from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
 from ort_backend.lowering.ops.pointwise import log1p
@@ -131,6 +132,15 @@ def cross_entropy_backward(op, grad_output, log_probabilities, target, weight, r
     classes = length(op, log_probabilities, row.axis)
     count = op.Cast(classes, to=uniform.dtype) if isinstance(classes, ir.Value) else float(classes)
     return row.add_to(op, op.Sub(uniform, op.Mul(probabilities, op.Add(row.value, op.Mul(uniform, count)))))
+
+
+@register(BFLOAT16_LOGIT_GRADIENT)
+def bfloat16_logit_gradient(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight):
+    """ort_training::bfloat16_logit_gradient(Tensor grad_output, Tensor log_probabilities, Tensor target, Tensor? weight, int reduction,
+    SymInt ignore_index, Tensor total_weight) -> Tensor
+    """
+    made = cross_entropy_backward(op, grad_output, log_probabilities, target, weight, reduction, ignore_index, total_weight)
+    return op.Cast(made, to=ir.DataType.BFLOAT16)
 
 
 def _cross_entropy_backward(
