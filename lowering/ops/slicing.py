@@ -120,6 +120,7 @@ def slice_scatter(
         src = op.Cast(src, to=self.dtype)
     total = length(op, self, at)
     first, last = _position(op, start, total, 0), _position(op, end, total, total)
+    last = _not_before(op, last, first, total)
     if isinstance(step, ir.Value) or step != 1:
         return _scatter_with_step(op, self, src, at, first, last, step)
     if op.builder.root.device_type == "cpu" and (written := _written_over(op, self, src, at, first, last)) is not None:
@@ -132,6 +133,13 @@ def slice_scatter(
     if not to_the_end:
         parts.append(op.Slice(self, as_vector(op, [last]), int64s(op, [_END]), int64s(op, [at])))
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=at)
+
+
+def _not_before(op: Any, last: Size, first: Size, total: Size) -> Size:
+    """The end of a slice, or its start where that lies behind: then there are no elements in between."""
+    if isinstance(first, int) and isinstance(last, int):
+        return max(first, last)
+    return last if last is total or (isinstance(first, int) and first == 0) else op.Max(last, first)
 
 
 def _written_over(op: Any, value: ir.Value, src: ir.Value, at: int, first: Size, last: Size) -> ir.Value | None:

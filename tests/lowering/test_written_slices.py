@@ -77,3 +77,27 @@ def test_what_others_hold_stays_as_it_is() -> None:
     assert torch.equal(x, before[0]) and torch.equal(gradient, before[1])
     assert torch.equal(result, written(x, part))
     assert all(map(torch.equal, got, torch.autograd.grad(written(x, part), (x, part), gradient)))
+
+
+def _between(x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    y = x * 2
+    y[start:end] = 5
+    y[:, start:end] *= 3
+    y[1::2, start:end].copy_(y[:1, start:end])
+    return y * x
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_bounds_with_nothing_between_them(dynamic: bool) -> None:
+    """As in Python: nothing is written. Put together, what lies in front of the start and behind the end would overlap."""
+    with on_ort(graphs=range(1, 6)):
+        runner = compiled(_between, dynamic=dynamic)
+        for start, end in ((3, 1), (-2, 0), (9, 4), (-9, -8), (1, 3)):
+            x, other = needs_grad(6, 5), needs_grad(6, 5)
+            other.data.copy_(x)
+            gradients = []
+            for function, leaf in ((runner, x), (_between, other)):
+                result = function(leaf, start, end)
+                gradients.append((result.detach(), *torch.autograd.grad(result.sum(), leaf)))
+            for got, expected in zip(*gradients, strict=True):
+                torch.testing.assert_close(got, expected)
