@@ -214,9 +214,10 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
     return op.Gather(self, from_front(op, index), axis=axis(self, dim))
 
 
-def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str) -> ir.Value:
-    """Writes the slices of `source` along an axis to the places that `index` names."""
-    index = from_front(op, index)
+def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str, *, negative: bool = False) -> ir.Value:
+    """Writes the slices of `source` along an axis to the places that `index` names; `negative`: which may count from the end."""
+    if not negative:
+        index = from_front(op, index)
     if rank(value) == 0:
         one = int64s(op, [1])
         flat = op.ScatterND(
@@ -258,4 +259,4 @@ def index_fill(op: Any, self: ir.Value, dim: int, index: ir.Value, value: Scalar
     shape = [count if i == at else length(op, self, i) for i in range(rank(self))]
     source = op.Expand(scalar_like(op, value, self), as_vector(op, shape))
     source.shape = ir.Shape([None] * rank(self))
-    return put_rows(op, self, dim, index, source, "none")
+    return put_rows(op, self, dim, index, source, "none", negative=True)

@@ -319,3 +319,9 @@ def test_a_gradient_that_is_a_tangent_after_all(function: Callable[..., Any]) ->
     torch._dynamo.reset()
     got = torch.compile(function, backend="ort_training", fullgraph=True)(x)
     torch.testing.assert_close(torch.autograd.grad(got, x, seeds), torch.autograd.grad(expected, x, seeds))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_negative_index_is_filled_from_the_end(dim: int) -> None:
+    """`index_fill` alone of its kind takes one in eager PyTorch."""
+    check(lambda x, i: x.index_fill(dim, i, 3.0) * x, torch.randn(4, 3), torch.tensor([2, -3]))
