@@ -231,6 +231,7 @@ def fetcher(outputs: Sequence[Output]) -> Callable[[Any, Sequence[Any]], list[An
 def _collector(outputs: Sequence[Output]) -> Callable[[Sequence[torch.Tensor], Sequence[Any]], list[Any]]:
     plan: list[tuple[Output, Any]] = [(one, _collector(one.parts) if one.source == "made" else outward(one)) for one in outputs]
     views = [(i, one) for i, one in enumerate(outputs) if one.source == "result view"]
+    repeated = _repeated(outputs)
 
     def collect(tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> list[Any]:
         results: list[Any] = []
@@ -244,11 +245,20 @@ def _collector(outputs: Sequence[Output]) -> Callable[[Sequence[torch.Tensor], S
                 results.append(output.value(*convert(tensors, args)))
             else:
                 results.append(args[output.index] if output.source == "argument" else output.value)
+        for i, first in repeated:
+            results[i] = results[first]
         for i, output in views:
             results[i] = output.value(results[output.index], args)
         return results
 
     return collect
+
+
+def _repeated(outputs: Sequence[Output]) -> list[tuple[int, int]]:
+    """The places of tensors that were results before, and where: a program that writes to one has written to the other, as autograd is to know."""
+    places: dict[Output, int] = {}
+    found = [(i, places.setdefault(one, i)) for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype is not None]
+    return [(i, first) for i, first in found if i != first]
 
 
 def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Callable[[Sequence[tuple[int, ...]], Any], list[Any]]:
@@ -258,7 +268,7 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     as `fetcher` would: `outputs` are all fetches of tensors, and name every output of the graph.
     """
     plan = [(one.index, outward(one)) for one in outputs]
-    dtypes = dtypes_of(outputs)
+    repeated, dtypes = _repeated(outputs), dtypes_of(outputs)
     kinds = [(carried(dtype), told(dtype), device) for dtype, device in zip(dtypes, devices, strict=True)]
     types, places = [_element_type(dtype) for dtype in dtypes], [ort_device(device) for device in devices]
     is_lent = None not in types
@@ -273,7 +283,10 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
         else:
             for tensor, (_, beside, _) in zip(memory, kinds):
                 fetches.push_back(_to_dlpack(tensor), *beside)
-        return [memory[index] if convert is None else convert(memory[index]) for index, convert in plan]
+        results = [memory[index] if convert is None else convert(memory[index]) for index, convert in plan]
+        for i, first in repeated:
+            results[i] = results[first]
+        return results
 
     return allocate
 

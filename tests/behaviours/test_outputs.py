@@ -381,3 +381,27 @@ def test_views_without_gradients_of_what_has_some() -> None:
             assert leaves[0].grad is None and leaves[1].grad is None
             found.append((result.detach(), index))
     same_tree(*found)
+
+
+REPEATED = {
+    "transposed": lambda x: (x.t() * 1).sin(),
+    "complex": lambda x: x.to(torch.complex64).sin(),
+    "booleans": lambda x: x.sin() > 0,
+    "plain": lambda x: x.sin(),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", REPEATED)
+def test_one_tensor_under_two_names(kind: str, grad: bool) -> None:
+    """What `to` returns where there is nothing to do is its argument: a write to one result is a write to both."""
+
+    def function(x: torch.Tensor) -> Any:
+        made = REPEATED[kind](x)
+        return made, made.to(made.dtype), x.sum()
+
+    with on_ort(graphs=1, python_ops=None):
+        one, other, total = compiled(function)(twin(A) if grad else A.detach().clone())
+        if grad:
+            total.backward()
+    assert one is other
