@@ -32,7 +32,7 @@ def boxed(function: Boxed) -> Boxed:
 
 
 def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraining | None) -> Callable[..., Any]:
-    """`compiled`, showing its results to the training graph."""
+    """`compiled`, showing its results to the training graph, and its arguments: the program may have written to them."""
     if training is None or not training.watches:
         return compiled
 
@@ -42,7 +42,7 @@ def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraini
         try:
             results = compiled(*args)
         finally:
-            training.watch(results, since)
+            training.watch([*results, *args], since)
         return results
 
     return call

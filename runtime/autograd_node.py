@@ -13,17 +13,20 @@ def next_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def node_of(results: Sequence[Any], since: int) -> Any:
-    """The node that the results of a compiled forward come from, themselves or as views; None if none of them has gradients.
+def node_of(tensors: Sequence[Any], since: int) -> Any:
+    """The node that tensors come from of which some are results of a compiled forward, themselves, as views, or written to them; None without one.
 
     Args:
-        results: What the forward returned. A view of an input comes from whatever made the input, which may be another compiled forward.
+        tensors: What the forward returned, and what it may have written to. A view of an input comes from whatever made the input, which may be
+            another compiled forward.
         since: `next_number()` in front of the forward.
     """
-    return next(filter(None, (_behind_views(one.grad_fn, since) for one in results if isinstance(one, torch.Tensor))), None)
-
-
-def _behind_views(node: Any, since: int) -> Any:
-    while node is not None and type(node).__name__ != "CompiledFunctionBackward":
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    return node if node is not None and node._sequence_nr() >= since else None
+    waiting = [one.grad_fn for one in reversed(tensors) if isinstance(one, torch.Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node._sequence_nr() < since:
+            continue
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node
+        waiting.extend(source for source, _ in node.next_functions)
+    return None

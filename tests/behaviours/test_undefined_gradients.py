@@ -294,3 +294,23 @@ def test_a_gradient_that_is_a_reshape_has_memory_of_its_own() -> None:
         before = second.grad.clone()
         first.grad.zero_()
         assert torch.equal(second.grad, before)
+
+
+def test_the_only_results_are_what_was_written_to() -> None:
+    """Autograd's node is found from there, too: what nothing was made of has no gradient."""
+
+    def step(total: torch.Tensor, weight: torch.Tensor, idle: torch.Tensor, returns: bool) -> Any:
+        with torch.no_grad():
+            idle.mul_(2)
+        total.copy_(weight)
+        return total.view(-1) if returns else None
+
+    for returns in (True, False):
+        with on_ort(graphs=1):
+            runner = compiled(step)
+            for function in (runner, step):
+                total, weight, idle = torch.zeros(3, 4), torch.ones(4, requires_grad=True), torch.ones(2, requires_grad=True)
+                function(total, weight, idle, returns)
+                total.sum().backward()
+                assert idle.grad is None and torch.equal(idle, torch.full((2,), 2.0))
+                assert torch.equal(weight.grad, torch.full((4,), 3.0))
