@@ -15,7 +15,7 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
+from ort_backend import aot_metadata, compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
 from ort_backend.callables import Boxed, boxed, eager_where, in_forward_mode, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
@@ -158,7 +158,8 @@ class _Compilation:
     def forward_of(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `fw_compiler`."""
         metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
-        _keep_saved_tensors(metadata)
+        aot_metadata.keep_saved_tensors(metadata)
+        aot_metadata.hide_writes(metadata)
         if self._training is not None:
             self._direct = direct_call.plan_of(metadata, self._training.has_gradient)
             if self._kept is not None:
@@ -175,6 +176,7 @@ class _Compilation:
 
     def compile_inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """AOTAutograd's `inference_compiler`."""
+        aot_metadata.hide_writes(getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None))
         with self._phase("lowering"):
             module = run_fx_passes(self.settings.fx_passes, module)
         if self.dump is not None:
@@ -351,15 +353,6 @@ def _imports() -> contextlib.AbstractContextManager[Any]:
     AOTAutograd calls back under its fake mode, in which a tensor that a module makes for itself would be a fake one for good.
     """
     return unset_fake_temporarily()
-
-
-def _keep_saved_tensors(metadata: Any) -> None:
-    """Tells AOTAutograd that the backward does not take over the memory of saved tensors, so that `retain_graph=True` is allowed.
-
-    `torch._functorch.config.donated_buffer` says the same, but for the whole process (read in torch 2.13).
-    """
-    if hasattr(metadata, "bw_donated_idxs"):
-        metadata.bw_donated_idxs = []
 
 
 def _inlined_functions(gm: fx.GraphModule) -> int:

@@ -336,3 +336,47 @@ def test_a_result_that_the_backward_computes_again() -> None:
             gradients.append(torch.autograd.grad(y, x, tensor(seed=1)))
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-3)
     assert ort_backend.report().graphs[-1].counts.backward == 1
+
+
+def _under_no_grad(x: torch.Tensor, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        x.mul_(2)
+    return x * y, x
+
+
+def _behind_a_view(x: torch.Tensor, y: torch.Tensor) -> Any:
+    flat = x.view(-1)
+    with torch.no_grad():
+        x.tril_()
+    return flat, y * 2
+
+
+def _no_results_with_gradients(x: torch.Tensor, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        x.copy_(y)
+    return y.detach() + 1
+
+
+def _with_others(x: torch.Tensor, y: torch.Tensor) -> Any:
+    with torch.no_grad():
+        x += 1
+    y *= 3
+    return (y + x.detach()).sum()
+
+
+HIDDEN = {one.__name__.strip("_"): one for one in (_under_no_grad, _behind_a_view, _no_results_with_gradients, _with_others)}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_hidden_write_leaves_the_history_as_it_is(name: str) -> None:
+    """What was computed outside is written to where no gradient is recorded: gradients go through it as before."""
+    found = []
+    with on_ort(graphs=1, idle=True):
+        for function in (compiled(HIDDEN[name]), HIDDEN[name]):
+            leaves = [twin(B), twin(B)]
+            x, y = leaves[0] * 2, leaves[1] * 3
+            results = function(x, y)
+            parts = [x, y, *(results if isinstance(results, tuple) else (results,))]
+            torch.autograd.backward([one.sum() * (i + 1) for i, one in enumerate(parts) if one.requires_grad])
+            found.append(([one.detach() for one in parts], [leaf.grad for leaf in leaves], x.grad_fn.name(), x._version))
+    same_tree(*found)
