@@ -126,9 +126,16 @@ def is_collective(node: fx.Node) -> bool:
 
 def root(node: fx.Node, *, through_copies: bool = True) -> fx.Node:
     """The node whose memory `node` may share: the base of a chain of views and, unless told otherwise, of copies that the lowering leaves out."""
+    return view_chain(node, through_copies=through_copies)[-1]
+
+
+def view_chain(node: fx.Node, *, through_copies: bool = True) -> list[fx.Node]:
+    """The chain: `node`, what it is a view of, what that is one of, and so on to its base."""
+    chain = [node]
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node) and shares_memory(node, through_copies):
         node = node.args[0]
-    return node
+        chain.append(node)
+    return chain
 
 
 # What reads a tensor's sizes and steps, and none of its elements.

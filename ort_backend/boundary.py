@@ -13,7 +13,7 @@ from torch import fx
 from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
-from ort_backend.lowering.partition import root
+from ort_backend.lowering.partition import root, view_chain
 from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
@@ -143,12 +143,12 @@ class Results:
 
     def _view(self, node: fx.Node) -> Output | None:
         """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""
-        base = root(node, through_copies=False)
-        if base is node or not (base in self._arguments or base in self._places):
+        chain = view_chain(node, through_copies=False)
+        # The last of them: that is no view of another result itself.
+        of = max((i for i, one in enumerate(chain) if i and (one in self._arguments or one in self._places)), default=0)
+        base, chain = chain[of], chain[:of]
+        if not chain:
             return None
-        chain = [node]
-        while chain[-1].args[0] is not base:
-            chain.append(chain[-1].args[0])  # type: ignore[arg-type]
         if any(one.target in READS_STRIDES for one in chain) and not self._lies_as_traced(base):
             return None
         made = replay(node, base, list(self._arguments))

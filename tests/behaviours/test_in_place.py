@@ -380,3 +380,36 @@ def test_a_hidden_write_leaves_the_history_as_it_is(name: str) -> None:
             torch.autograd.backward([one.sum() * (i + 1) for i, one in enumerate(parts) if one.requires_grad])
             found.append(([one.detach() for one in parts], [leaf.grad for leaf in leaves], x.grad_fn.name(), x._version))
     same_tree(*found)
+
+
+def _expanded(x: torch.Tensor) -> Any:
+    flat = x.view(-1)
+    made = flat.expand(2, *flat.shape)
+    flat.add_(1)
+    return made
+
+
+def _turned(x: torch.Tensor) -> Any:
+    turned = x.t()
+    made = turned.unfold(0, 2, 1)
+    turned[0] *= 2
+    return made, turned.expand(3, *turned.shape)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("function", [_expanded, _turned])
+def test_views_of_an_argument_written_to_through_a_view(function: Callable[..., Any], dynamic: bool, grad: bool) -> None:
+    """The argument's new value is a view itself, of what the graph computes: with symbolic sizes AOTAutograd takes the strides from the results."""
+    found = []
+    with on_ort(graphs=1):
+        for one in (compiled(function, dynamic=dynamic), function):
+            leaf = tensor(4, 5).requires_grad_(grad)
+            x = leaf * 2
+            results = one(x)
+            parts = list(results) if isinstance(results, tuple) else [results]
+            assert all(part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for part in parts)
+            if grad:
+                torch.autograd.backward([(part * part).sum() for part in parts])
+            found.append(([part.detach() for part in parts], [part.stride() for part in parts], x.detach(), leaf.grad))
+    same_tree(*found)
