@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,9 @@ def fuse_rms_norms(graph: fx.Graph, target: OrtTarget, *, checkpoints: bool = Fa
     if checkpoints:
         drop_unread(graph)
     found = [norm for norm in map(_norm_of, _roots(graph)) if norm is not None and (checkpoints or "recompute" not in norm.y.meta)]
+    order = {node: i for i, node in enumerate(graph.nodes)}
     for norm in found:
-        _rewrite(graph, norm)
+        _rewrite(graph, norm, order)
     if found:
         drop_unread(graph)
     return len(found)
@@ -243,7 +244,8 @@ def _other(node: fx.Node, one: fx.Node) -> Any:
     return node.args[1] if node.args[0] is one else node.args[0]
 
 
-def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
+def _rewrite(graph: fx.Graph, norm: _Norm, order: Mapping[fx.Node, int]) -> None:
+    """Puts the operators in. `order` has the places of the nodes that were there before any were."""
     x, dtype = norm.x, norm.y.meta["val"].dtype
     sizes = [x.meta["val"].shape[-1]]
     with graph.inserting_before(norm.y):
@@ -254,7 +256,9 @@ def _rewrite(graph: fx.Graph, norm: _Norm) -> None:
     norm.y.replace_all_uses_with(y)
     if (made := norm.gradients) is None:
         return
-    with graph.inserting_before(made.scaled):
+    # What adds the gradients of a weight that is used twice may stand in front of `scaled`, where that is a cast of a product in float32.
+    first = made.scaled if made.of_weight is None else min(made.scaled, made.of_weight, key=order.__getitem__)
+    with graph.inserting_before(first):
         grad = _cast(graph, y if made.grad is norm.y else made.grad, torch.float32)
         values = (x.meta["val"], weight.meta["val"])
         backward = _call(graph, BACKWARD, (grad, x, sizes, root, weight, [True, made.of_weight is not None]), values, made.scaled)

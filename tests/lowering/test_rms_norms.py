@@ -208,6 +208,23 @@ def test_autocast(fused: list[int]) -> None:
     assert fused == [3]
 
 
+def test_a_weight_used_twice_under_autocast(fused: list[int]) -> None:
+    """As Zamba's shared blocks are: its gradients are added in front of the cast of the product that the second norm's backward reads."""
+    torch.manual_seed(0)
+    model, x = Block(24), torch.randn(3, 5, 24)
+    model.before = nn.Sequential(model.before, model.norm, nn.Linear(24, 24))
+    own = copy.deepcopy(model)
+    compiled = torch.compile(own, backend="ort_training")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected, found = model(x), compiled(x)
+    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
+    for one in (expected, found):
+        one.square().sum().backward()
+    for parameter, other in zip(own.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0.05, atol=0.05 * float(other.grad.abs().max()))
+    assert fused == [3]
+
+
 def test_draws_that_nothing_reads_stay(fused: list[int]) -> None:
     """In eager PyTorch what is drawn behind them depends on them."""
     model = Norm(8)
