@@ -52,6 +52,13 @@ def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
     return apply
 
 
+def write_to_arguments(gm: torch.fx.GraphModule) -> bool:
+    """Whether Functions in Dynamo's graph write to tensors that they get, which autograd is to know of although it happens in their forward."""
+    nodes = [node for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes]
+    sites = [site for node in nodes if isinstance(site := getattr(node.target, "site", None), Site)]
+    return any(site.behaviour.mutated for site in sites) or any(node.kwargs.get("dirty_idx") for node in nodes)
+
+
 def sources(graph: torch.fx.Graph) -> str:
     """Source that defines the opaque calls of Dynamo's graph under the names that its printed code has for them."""
     found = [(name, value.site) for name, value in graph.python_code("self").globals.items() if isinstance(getattr(value, "site", None), Site)]

@@ -23,7 +23,7 @@ from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import LoweringError, OptionError
 from ort_backend.guards import records
-from ort_backend.lowering import decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
+from ort_backend.lowering import autograd_function, decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.checkpoints import nothing_to_compute_again
 from ort_backend.lowering.composites import right_losses, whole_operators
@@ -97,6 +97,7 @@ def ort_training(
     #    What it has compiled before it finds in its cache.
     whole_layers = decompositions.lstm_as_steps(onednn=onednn_may_run_layers(one.target, strict=settings.strict))
     unmarked = nothing_to_compute_again(example_inputs)
+    one.functions_write = autograd_function.write_to_arguments(gm)
     one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
     cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
     with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), unread_draws(), unmarked, cache:
@@ -136,6 +137,7 @@ class _Compilation:
         self._autocast = torch._C._is_any_autocast_enabled()
         self._has_backward = threading.Event()  # AOTAutograd asks for it when it runs first, unless the cache is to have it
         self.keeps = False  # whether PyTorch's cache is to have what is compiled
+        self.functions_write = False  # whether users' Functions write to their arguments
         self._from_cache = False
 
     # A graph with gradients: the joint graph is compiled whole, then its halves are handed out.
@@ -159,7 +161,8 @@ class _Compilation:
         """AOTAutograd's `fw_compiler`."""
         metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         aot_metadata.keep_saved_tensors(metadata)
-        aot_metadata.hide_writes(metadata)
+        if not self.functions_write:
+            aot_metadata.hide_writes(metadata)
         if self._training is not None:
             self._direct = direct_call.plan_of(metadata, self._training.has_gradient)
             if self._kept is not None:
