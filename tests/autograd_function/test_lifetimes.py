@@ -10,12 +10,12 @@ import time
 import traceback
 from collections.abc import Callable
 
-import psutil
 import pytest
 import torch
 from autograd_function.harness import leaves, same_as_eager
 from behaviours.check import single_session
 from default_device import on_this_thread, random_state
+from heap import growth
 from torch.autograd import Function
 
 import ort_backend
@@ -108,18 +108,14 @@ def test_a_forward_without_backward_frees_what_it_kept() -> None:
 def test_five_hundred_steps_are_flat(backward: bool) -> None:
     compiled = torch.compile(lambda x: Keeper.apply(Keeper.apply(x, 1), 2).sum(), backend="ort_training")
     (x,) = leaves((64, 1024))
-    process = psutil.Process()
 
-    def run(steps: int) -> int:
-        for _ in range(steps):
-            y = compiled(x)
-            if backward:
-                y.backward()
-                x.grad = None
-        gc.collect()
-        return process.memory_info().rss
+    def step() -> None:
+        y = compiled(x)
+        if backward:
+            y.backward()
+            x.grad = None
 
-    assert run(500) - run(50) < 8 << 20
+    assert growth(step, 500) < 64 << 10
 
 
 def test_a_second_backward_over_one_forward() -> None:
