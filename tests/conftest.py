@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch._dynamo.variables.torch
 import torch._functorch.config
 import torch._logging._internal
 import torch.utils._device
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_version import FULLGRAPH_IS_GLOBAL
 
 torch.set_num_threads(1)
@@ -55,6 +57,12 @@ def _temporary(config: pytest.Config) -> str:
     return folder.name
 
 
+def pytest_collection_finish() -> None:
+    """What modules and the tests consist of is no garbage: to go through it again and again took a tenth of all tests' time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_torch() -> Iterator[None]:
     """Every test starts from one seed and leaves no compiled code behind."""
@@ -64,6 +72,8 @@ def _fresh_torch() -> Iterator[None]:
         report._graphs.clear()
     yield
     torch._dynamo.reset()
+    if len(FakeTensorMode.cache) > 1000:  # it forgets nothing, and each collection of garbage would go through it
+        FakeTensorMode.cache_clear()
     if FULLGRAPH_IS_GLOBAL:
         set_mode = torch._C._dynamo.eval_frame.set_eval_frame_override  # type: ignore[attr-defined]
         set_mode(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)  # type: ignore[attr-defined]
