@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import nn
 from ort_backend.runtime.training_graph import _Run
 
 X = torch.randn(256, 64, generator=seeded(0))
-KILOBYTE = 1 << 10
+KILOBYTE, MEGABYTE = 1 << 10, 1 << 20
 
 
 class Net(nn.Module):
