@@ -12,7 +12,7 @@ import inspect
 import logging
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,7 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     site = Site(variable.fn_cls, template, needs, _autocast())
     site.inputs = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors)
     site.signature = tuple(str(size) for tensor in tensors for size in tensor.shape)
+    site.repeated = _repeated([proxy.node for proxy in arguments.tensors])
     try:
         site.behaviour = behaviour_of(site, tensors, ints, tx.fake_mode)
     except UnknownBehaviour as unknown:
@@ -144,6 +145,12 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     if not all(isinstance(result, (TensorResult, *_CONSTANTS)) for result in site.behaviour.results):
         return _left_inline(variable, "it returns an object that a graph cannot")
     return _emit(tx, site, arguments)
+
+
+def _repeated(nodes: Sequence[torch.fx.Node]) -> dict[int, tuple[int, ...]]:
+    """For each place of a node that stands at others too, these."""
+    places = {i: tuple(j for j, other in enumerate(nodes) if other is node and j != i) for i, node in enumerate(nodes)}
+    return {i: others for i, others in places.items() if others}
 
 
 def _positional(variable: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any] | None:

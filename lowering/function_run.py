@@ -49,8 +49,13 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
         RuntimeError: it returned something else than it did when it was compiled.
     """
     known = site.behaviour
+    copied: set[int] = set()
     for i in known.mutated:  # the graph is functional: what the user's code writes to is a copy, and what it makes of it goes out
-        tensors[i] = tensors[i].clone()
+        if i not in copied:
+            tensors[i] = tensors[i].clone()
+            for j in site.repeated.get(i, ()):
+                tensors[j] = tensors[i].detach()
+                copied.add(j)
     for i in site.requiring:
         tensors[i].requires_grad_()
     ctx, returned = site.forward(tensors, ints)

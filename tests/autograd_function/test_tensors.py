@@ -107,6 +107,64 @@ def test_a_view_that_is_written_to(function, dynamic: bool) -> None:
     same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
 
 
+class Added(Function):
+    """Written in place: what it is, plus another tensor, and that again."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        for y in others if isinstance(others, tuple) else (others,):
+            x.add_(y)
+            x.add_(y)
+        ctx.mark_dirty(x)
+        ctx.contained = isinstance(others, tuple)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None if ctx.contained else g * 2
+
+
+class AddedBehind(Function):
+    """The same, with the tensor that is written to in the second place, and without saying so."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        y.add_(x)
+        y.add_(x)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, g * 2
+
+
+def _to_itself(a: Tensor, b: Tensor) -> Tensor:
+    made = a * 1
+    return Added.apply(made, made).sin() + Added.apply(b * 1, made)
+
+
+def _in_a_container(a: Tensor, b: Tensor) -> Tensor:
+    made = a * 1
+    return Added.apply(made, (b, made, made)).sin() * made
+
+
+def _from_the_second_place(a: Tensor, b: Tensor) -> Tensor:
+    made = (a * b).detach()
+    return AddedBehind.apply(made, made) * a + AddedBehind.apply(b, made)
+
+
+def _a_copy(a: Tensor, b: Tensor) -> Tensor:
+    """That is another tensor: it stays as it was."""
+    made = a * 1
+    return Added.apply(made, made.clone()).sin() * b
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [_to_itself, _in_a_container, _from_the_second_place, _a_copy])
+def test_a_tensor_that_comes_twice_is_written_to(function, dynamic: bool) -> None:
+    same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
+
+
 def test_an_input_that_is_a_view_is_written_to() -> None:
     def step(function) -> list[Tensor]:
         leaf, other = (torch.linspace(-1, 1, n).requires_grad_() for n in (12, 2))
