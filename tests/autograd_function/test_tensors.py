@@ -165,6 +165,79 @@ def test_a_tensor_that_comes_twice_is_written_to(function, dynamic: bool) -> Non
     same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
 
 
+class Same(Function):
+    """Its argument, which it keeps, and something else."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x, x * y
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return g * 2 + h * y, h * x
+
+
+class Reversed(Function):
+    """A view of its argument, with the gradient turned round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Flat(Function):
+    """Another view of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.view(ctx.shape)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_argument_that_is_returned(dynamic: bool) -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        same, product = Same.apply(a * 2, b)
+        return same, product, Reversed.apply(same).sin(), Reversed.apply(b), Flat.apply(a) * 2
+
+    same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
+
+
+@pytest.mark.parametrize("apply", [lambda x: Same.apply(x, x.detach())[0], Reversed.apply])
+def test_it_shares_its_memory(apply) -> None:
+    """As eager autograd has it: what it returns is a view, which may be written to, and seen through, where no gradients are recorded."""
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled = torch.compile(apply, backend="ort_training", fullgraph=True)
+    assert compiled(x).data_ptr() == x.data_ptr()
+
+    def function(a: Tensor) -> tuple[Tensor, Tensor]:
+        made = a * 2
+        result = apply(made)
+        made.add_(1)
+        result.mul_(3)
+        return made, result
+
+    with torch.no_grad():
+        expected = function(x)
+        results = torch.compile(function, backend="ort_training", fullgraph=True)(x)
+    torch.testing.assert_close(results, expected)
+    assert results[0].data_ptr() == results[1].data_ptr()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        function(x)
+    with pytest.raises(Exception, match="modified inplace"):
+        torch.compile(function, backend="ort_training", fullgraph=True)(x)
+
+
 def test_an_input_that_is_a_view_is_written_to() -> None:
     def step(function) -> list[Tensor]:
         leaf, other = (torch.linspace(-1, 1, n).requires_grad_() for n in (12, 2))
