@@ -10,7 +10,7 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
-# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo at one size. Left out is what takes
+# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is what takes
 # long and does not depend on the package.
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
 	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py \
