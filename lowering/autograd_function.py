@@ -92,7 +92,6 @@ class _Inner(torch.autograd.Function):
         for i, value in zip(known.mutated, outputs[count:]):
             tensors[i].copy_(value)
         outputs = [tensors[i] if i is not None else out for i, out in zip(known.returned or [None] * count, outputs)]
-        outputs = [out.detach() if i in known.detached else out for i, out in enumerate(outputs)]
         ctx.mark_dirty(*[tensors[i] for i in known.dirty])
         ctx.site = site
         ctx.sizes = [size for i, tensor in enumerate(tensors) if _announced(site, i) for size in tensor.shape]

@@ -248,7 +248,6 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
     mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
     same = {id(one): i for i, one in enumerate(ran.inputs)}
     viewed = {_place(one): i for i, one in enumerate(ran.inputs) if i not in mutated}
-    returned = tuple(same[id(tensor)] if id(tensor) in same else viewed.get(_place(tensor)) for tensor in given)
     return Behaviour(
         results=results,
         single=single,
@@ -259,8 +258,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         is_random=ran.is_random,
         mutated=mutated,
         dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty),
-        returned=returned,
-        detached=frozenset(i for i, place in enumerate(returned) if place is not None and id(given[i]) not in same and not given[i]._is_view()),
+        returned=tuple(same[id(tensor)] if id(tensor) in same else viewed.get(_place(tensor)) for tensor in given),
     )
 
 

@@ -107,7 +107,6 @@ class Behaviour:
         dirty: Those of them that it marks as dirty.
         written: What they are afterwards.
         returned: For each tensor result, the index of the tensor that it is, or that it is a view of as a whole, if there is one.
-        detached: Indices of those of them that are detached: autograd knows of no view.
     """
 
     results: tuple[Any, ...]
@@ -121,7 +120,6 @@ class Behaviour:
     dirty: tuple[int, ...] = ()
     written: tuple[TensorResult, ...] = ()
     returned: tuple[int | None, ...] = ()
-    detached: frozenset[int] = frozenset()
 
     @property
     def outputs(self) -> list[TensorResult]:

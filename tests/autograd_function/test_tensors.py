@@ -238,29 +238,6 @@ def test_it_shares_its_memory(apply) -> None:
         torch.compile(function, backend="ort_training", fullgraph=True)(x)
 
 
-class Detached(Function):
-    """Its argument, in which autograd sees no view."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * 3
-
-
-@pytest.mark.parametrize("written", ["argument", "result"])
-def test_a_detached_argument_that_is_returned(written: str) -> None:
-    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        made = a * b
-        result = Detached.apply(made)
-        (made if written == "argument" else result).mul_(2)
-        return made, result
-
-    same_as_eager(function, *SHAPES, functions=1, fullgraph=True)
-
-
 def test_an_input_that_is_a_view_is_written_to() -> None:
     def step(function) -> list[Tensor]:
         leaf, other = (torch.linspace(-1, 1, n).requires_grad_() for n in (12, 2))
