@@ -246,8 +246,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         for i in range(site.tensor_count)
     ]
     mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
-    same = {id(one): i for i, one in enumerate(ran.inputs)}
-    viewed = {_place(one): i for i, one in enumerate(ran.inputs) if i not in mutated}
+    same = {id(ran.inputs[i]): i for i in mutated}
     return Behaviour(
         results=results,
         single=single,
@@ -258,16 +257,8 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         is_random=ran.is_random,
         mutated=mutated,
         dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty),
-        returned=tuple(same[id(tensor)] if id(tensor) in same else viewed.get(_place(tensor)) for tensor in given),
+        returned=tuple(same.get(id(tensor)) for tensor in given),
     )
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Where the tensor lies and how: as text, for a comparison of symbolic sizes would be a guard."""
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    how = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return tensor.untyped_storage()._cdata, str(how)
 
 
 def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode, why: Exception) -> Behaviour:

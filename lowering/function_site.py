@@ -106,7 +106,7 @@ class Behaviour:
         mutated: Indices of tensors that it writes to.
         dirty: Those of them that it marks as dirty.
         written: What they are afterwards.
-        returned: For each tensor result, the index of the tensor that it is, or that it is a view of as a whole, if there is one.
+        returned: For each tensor result, the index of the tensor it is, if it is one of these.
     """
 
     results: tuple[Any, ...]
