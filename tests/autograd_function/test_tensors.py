@@ -165,6 +165,41 @@ def test_a_tensor_that_comes_twice_is_written_to(function, dynamic: bool) -> Non
     same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
 
 
+class Fivefold(Function):
+    """A view of its argument, as a whole, with another gradient than a view has."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 5
+
+
+class FivefoldItself(Fivefold):
+    """The argument itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+
+def _beside_its_argument(function) -> tuple[Tensor, ...]:
+    def program(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        made = a * b
+        return function.apply(made), made, function.apply(b)[:], function.apply(a).t()
+
+    return program
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [Fivefold, FivefoldItself])
+def test_an_argument_that_is_returned(function, dynamic: bool) -> None:
+    """Views of it that leave the graph are not made outside of it, past the Function's backward."""
+    same_as_eager(_beside_its_argument(function), *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
+
+
 def test_an_input_that_is_a_view_is_written_to() -> None:
     def step(function) -> list[Tensor]:
         leaf, other = (torch.linspace(-1, 1, n).requires_grad_() for n in (12, 2))
