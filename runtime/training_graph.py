@@ -16,6 +16,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.runtime import fsdp
 from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
@@ -72,7 +73,10 @@ class TrainingPlan:
 class _Run:
     """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
 
-    __slots__ = ("addresses", "agent", "args", "arguments", "guard", "key", "memory", "python", "random", "redraw", "state", "undefined", "versions")
+    __slots__ = (
+        *("addresses", "agent", "args", "arguments", "guard", "key", "memory", "python"),
+        *("random", "redraw", "state", "undefined", "versions", "will_be_released"),
+    )
 
     def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
         self.agent: _Agent | None = agent
@@ -84,6 +88,8 @@ class _Run:
         # What the backward reads where it lies: kept for as long, also when the user gives a tensor other memory (`tensor.data = other`).
         self.memory = [args[i].untyped_storage() for i in read]
         self.addresses = [memory.data_ptr() for memory in self.memory]
+        # A user's Function may wait for other processes: whether it runs again must not depend on which address FSDP gets in each of them.
+        self.will_be_released = python is not None and fsdp.gives_back(self.memory)
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
         self.guard: Any = None
         self.key = 0
@@ -99,7 +105,7 @@ class _Run:
 
     def is_released(self) -> bool:
         """Whether some of that memory has been given back or replaced, which only `resize_` on the storage itself does."""
-        return [memory.data_ptr() for memory in self.memory] != self.addresses
+        return self.will_be_released or [memory.data_ptr() for memory in self.memory] != self.addresses
 
 
 class _Agent:
