@@ -44,6 +44,7 @@ def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
         for i, view in views.items():
             tensors[i] = view.clone()
         results = _Inner.apply(site, values[count:], *tensors)[:-1]
+        results = tuple(results[i] for i in site.behaviour.last) or results
         written = {id(tensors[i]): view.copy_(tensors[i]) for i, view in views.items()}
         return tuple(written.get(id(result), result) for result in results) if written else results
 

@@ -247,6 +247,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
     ]
     mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
     same = {id(ran.inputs[i]): i for i in mutated}
+    last = {id(tensor): i for i, tensor in enumerate(given)}
     return Behaviour(
         results=results,
         single=single,
@@ -258,6 +259,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         mutated=mutated,
         dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty),
         returned=tuple(same.get(id(tensor)) for tensor in given),
+        last=tuple(last[id(tensor)] for tensor in given),
     )
 
 
@@ -362,7 +364,7 @@ def _own_random_state() -> Iterator[None]:
 def _results(returned: Any) -> tuple[tuple[Any, ...], bool]:
     single = not isinstance(returned, tuple)
     results = (returned,) if single else returned
-    if single and not isinstance(returned, torch.Tensor):
+    if single and not isinstance(returned, (torch.Tensor, torch.SymInt, bool, int, float, str, type(None))):
         raise TypeError(f"forward returned {type(returned).__name__}, not a tensor or a tuple")
     return tuple(TensorResult.of(result) if isinstance(result, torch.Tensor) else result for result in results), single
 

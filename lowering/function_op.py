@@ -33,7 +33,7 @@ from ort_backend.lowering.python_op import (
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
-_NOTHING = torch.zeros((), dtype=torch.int64, device="cpu")  # the value that keeps the order of backwards: nobody reads the number
+_NOTHING = torch.zeros((), dtype=torch.int64, device="cpu")  # a value whose number nobody reads, such as the one that keeps the order of backwards
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -140,7 +140,8 @@ class FunctionCall(PythonCall):
         self.reads: list[int] = []
         self.tangents: list[frozenset[int]] = []
         self.attributes: dict[str, Any] = {}
-        self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.outputs]
+        # ONNX Runtime asks for a result: what returns numbers only gives the one that nobody reads.
+        self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.outputs] or [declared(_NOTHING.dtype, 0)]
         self._ints = [value if isinstance(value, int) else None for value in ints]
         self._symbolic = [value for value in ints if not isinstance(value, int)]
         self._arriving = [(i, dtype) for i, (_, dtype, _) in enumerate(site.inputs) if _is_carried(dtype)]
@@ -172,7 +173,7 @@ class FunctionCall(PythonCall):
             outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True)
         for i in self._leaving:
             outputs[i] = to_carrier(outputs[i])
-        return outputs
+        return outputs or [_NOTHING]
 
     def backward(self, run: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The backward: takes the gradients that are there, gives those that the site announces."""

@@ -107,6 +107,7 @@ class Behaviour:
         dirty: Those of them that it marks as dirty.
         written: What they are afterwards.
         returned: For each tensor result, the index of the tensor it is, if it is one of these.
+        last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one.
     """
 
     results: tuple[Any, ...]
@@ -120,6 +121,7 @@ class Behaviour:
     dirty: tuple[int, ...] = ()
     written: tuple[TensorResult, ...] = ()
     returned: tuple[int | None, ...] = ()
+    last: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> list[TensorResult]:

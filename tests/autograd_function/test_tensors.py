@@ -225,3 +225,77 @@ def test_a_view_is_written_to_without_gradients() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(function, backend="ort_training", fullgraph=True)(x, y), function(x, y))
+
+
+class ReturnedTwice(Function):
+    """One of its results at two places."""
+
+    @staticmethod
+    def forward(ctx, x):
+        double, more = x * 2, x + 1
+        ctx.save_for_backward(double)
+        return double, more, double
+
+    @staticmethod
+    def backward(ctx, of_first, of_more, of_last):
+        return 2 * of_first + 3 * of_more + 5 * of_last + ctx.saved_tensors[0]
+
+
+class DirtyTwice(Function):
+    """An argument that it writes to at two places."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        x.mul_(2)
+        return x, x
+
+    @staticmethod
+    def backward(ctx, of_first, of_last):
+        return 2 * of_first + 3 * of_last
+
+
+@pytest.mark.parametrize("function", [ReturnedTwice, DirtyTwice])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_result_at_two_places_is_one_tensor(function, dynamic: bool) -> None:
+    """Autograd knows it by the last of them: the gradients of all its uses come there."""
+
+    def program(a: Tensor, b: Tensor) -> tuple[Tensor | bool, ...]:
+        first, *_, last = function.apply(a * b)
+        return first * 2, last * 3, function.apply(a * 1)[0].sin(), first is last
+
+    same_as_eager(program, *SHAPES, sweep=MORE, functions=2, dynamic=dynamic, fullgraph=True)
+
+
+class Rows(Function):
+    """A number alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x.shape[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        return None
+
+
+class Nothing(Function):
+    """Nothing but what it does elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x, also):
+        return None, also
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_that_return_no_tensor(dynamic: bool) -> None:
+    def program(a: Tensor, b: Tensor) -> tuple[Tensor | int | None, ...]:
+        with torch.no_grad():
+            rows, others = Rows.apply(a), Nothing.apply(b, 5)
+        return a * rows + b, rows, *others, *Nothing.apply(a, "that"), Rows.apply(b)
+
+    same_as_eager(program, *SHAPES, sweep=MORE, functions=4, dynamic=dynamic, fullgraph=True)
