@@ -33,6 +33,7 @@ from torch.compiler import config as compiler_config
 
 from ort_backend import compiled_autograd
 from ort_backend.callables import Boxed
+from ort_backend.deferred import deferred
 from ort_backend.direct_call import DirectPlan
 from ort_backend.lowering import registry
 from ort_backend.lowering.lowered import Content
@@ -169,6 +170,8 @@ def _without_inductor() -> Iterator[None]:
     with (
         mock.patch.object(codecache, "torch_key", lambda: str(torch.version.git_version).encode()),
         mock.patch.object(codecache, "init_backend_registration", lambda: None),
+        # For graphs with Triton kernels: 0.1 s, 6 MB.
+        deferred("torch._inductor.codegen.wrapper", "user_defined_triton_kernel_transitive_closure_source_code"),
     ):
         yield
 

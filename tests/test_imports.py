@@ -6,8 +6,11 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from ort_backend.deferred import deferred
 
 TRAIN = 'torch.compile(torch.nn.Linear(2, 2), backend="ort_training")(torch.ones(1, 2)).sum().backward()'
 
@@ -47,6 +50,25 @@ def test_no_module_keeps_a_tensor_of_the_trace_in_which_it_was_imported(first: s
     count = "print(sum(name.startswith('ort_backend.lowering.') for name in sys.modules) > 50)"
     backward = "torch.compile(torch.nn.Linear(2, 2, device='cpu'), backend='ort_training')(torch.ones(1, 2, device='cpu')).sum().backward()"
     assert run("import sys, torch", first, backward, f"print({found} {wrong})", count) == "[]\nTrue\n"
+
+
+def test_a_deferred_module_is_imported_when_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late.py").write_text("def double(x): return 2 * x\ndef triple(x): return 3 * x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with deferred("late", "double"):
+        from late import double  # type: ignore[import-not-found]
+    assert "late" not in sys.modules
+    assert double(2) == 4 and "late" in sys.modules
+    with deferred("late", "double"):
+        assert importlib.import_module("late").double is sys.modules["late"].double is not double
+    monkeypatch.delitem(sys.modules, "late")
+    with deferred("late", "double"):
+        from late import triple
+
+        assert triple(2) == 6 and importlib.import_module("late").triple is triple
+    monkeypatch.delitem(sys.modules, "late")
+    with deferred("later than that", "double"), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("later than that")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime.training") is None, reason="this onnxruntime has no training package")
