@@ -51,7 +51,8 @@ def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any
     transposed = _untransposed(left)[1]
     if target.mkl and product_by_mkl(rows, depth, columns, transposed=transposed):
         return MKL_MM
-    return ONEDNN_MM if target.onednn and product_by_onednn(rows, depth, columns, transposed=transposed) else None
+    by_onednn = target.onednn and product_by_onednn(rows, depth, columns, transposed=transposed)
+    return (MKL_MM if target.mkl else ONEDNN_MM) if by_onednn else None
 
 
 def _shape(node: Any) -> torch.Size:

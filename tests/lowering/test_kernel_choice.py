@@ -49,10 +49,12 @@ def test_by_size(table: None, elements: int, chosen: bool) -> None:
 
 
 @single_session
-@pytest.mark.parametrize("rows, operators", [(512, []), (1024, ["aten::native_layer_norm", "aten::native_layer_norm_backward"])])
-def test_layers_are_normalized_by_pytorch_where_they_are_large(rows: int, operators: list[str]) -> None:
+@pytest.mark.parametrize("rows, intel, in_pytorch", [(512, False, False), (1024, False, True), (512, True, True), (32, True, False)])
+def test_layers_are_normalized_by_pytorch_where_they_are_large(rows: int, intel: bool, in_pytorch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: intel)
     norm, weight = nn.LayerNorm(384), torch.randn(384)
-    assert [operator for operator, _, _ in _outside(lambda x: norm(x) * weight, torch.randn(rows, 384))] == operators
+    operators = [operator for operator, _, _ in _outside(lambda x: norm(x) * weight, torch.randn(rows, 384))]
+    assert operators == (["aten::native_layer_norm", "aten::native_layer_norm_backward"] if in_pytorch else [])
 
 
 @single_session
@@ -258,16 +260,40 @@ def test_long_attention_keeps_no_probabilities(
     length: int, keys: int, width: int, causal: bool, slow_mkl: bool, operators: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: slow_mkl)
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: False)
+    assert _attention_in_pytorch(length, keys, width, causal) == ["forward", "backward"][:operators]
+
+
+@single_session
+@pytest.mark.parametrize(
+    "length, keys, width, causal, in_pytorch",
+    [
+        (64, 64, 32, False, True), (48, 48, 32, False, False), (384, 77, 32, True, True), (384, 48, 32, False, False), (197, 197, 64, False, False),
+        (256, 256, 64, False, True), (128, 128, 64, True, True), (96, 96, 64, True, False), (600, 600, 64, False, True), (600, 40, 8, False, True),
+    ],
+)  # fmt: skip
+def test_attention_on_a_processor_of_intel_s(
+    length: int, keys: int, width: int, causal: bool, in_pytorch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: True)
+    monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: False)
+    found = _attention_in_pytorch(length, keys, width, causal)
+    assert found[:1] == (["forward"] if in_pytorch else [])
+    assert found[1:] == (["backward"] if in_pytorch and not (length > 512 and width < 16) else [])
+
+
+def _attention_in_pytorch(length: int, keys: int, width: int, causal: bool) -> list[str]:
+    """Of `"forward"` and `"backward"` those that PyTorch's kernel runs, by choice."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    inputs = [torch.randn(1, 2, rows, width) for rows in (length, keys, keys)]
-    outside = _outside(attend, *inputs)
-    assert sorted(operator.rpartition("::")[2] for operator, _, _ in outside) == sorted(
-        ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"][:operators]
-    )
+    outside = _outside(attend, *(torch.randn(1, 2, rows, width) for rows in (length, keys, keys)))
     assert all(is_choice for _, _, is_choice in outside)
+    names = {operator.rpartition("::")[2] for operator, _, _ in outside}
+    known = {"forward": "_scaled_dot_product_flash_attention_for_cpu", "backward": "_scaled_dot_product_flash_attention_for_cpu_backward"}
+    assert names <= set(known.values())
+    return [side for side, name in known.items() if name in names]
 
 
 @single_session

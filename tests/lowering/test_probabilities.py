@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import joint
-from ort_backend.lowering import registry
+from ort_backend.lowering import dense_products, registry
 from ort_backend.lowering.attention_choice import few_probabilities
 from ort_backend.lowering.ops import attention as ops
 from ort_backend.lowering.passes import probabilities
@@ -40,6 +40,12 @@ class Seen:
 
     pairs: list[int]
     ops: Counter[str]
+
+
+@pytest.fixture(autouse=True)
+def _by_onnx_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where PyTorch's kernel runs attention on processors of Intel's: it is ONNX Runtime's that is looked at."""
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: False)
 
 
 @pytest.fixture(name="seen")

@@ -100,6 +100,15 @@ def test_a_wide_layer(library: str, bias: bool) -> None:
     assert (_by("onednn"), _by("mkl")) == ((0, 3) if library == "mkl" else (1, 0))
 
 
+def test_mkl_takes_what_onednn_would(library: str) -> None:
+    torch._dynamo.reset()
+    model, x = nn.Linear(1024, 256), torch.randn(1024, 1024)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="ort_training")(x), model(x), rtol=1e-4, atol=1e-3)
+    assert not kernel_choice.product_by_mkl(1024, 1024, 256, transposed=False)
+    assert _by(library) == 1
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 def test_results_equal_eager(always: str, bias: bool, dynamic: bool) -> None:
