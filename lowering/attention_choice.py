@@ -27,9 +27,9 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). Causal attention runs in blocks on ONNX
     Runtime (`causal_blocks`). In bfloat16 with instructions for it, PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too.
 
-    On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at 64,
-    128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01, 1.00,
-    0.97, 0.91, causal 1.00, 0.96, 0.98 (Intel Xeon of family 6, model 207).
+    On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at
+    64, 128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01,
+    1.00, 0.97, 0.91, causal 1.00, 0.96, 0.98 (Intel Xeon of family 6, model 207).
     """
     given = arguments_of(node)
     query, key = given["query"].meta["val"], given["key"].meta["val"]
