@@ -21,6 +21,10 @@ aten = torch.ops.aten
 # Makes a contiguous tensor on the CPU, of the given shape and dtype, whose elements hold anything.
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
+# Bytes from which on a result has such memory. What is smaller has its place on the C library's heap, and an operator takes that by itself faster
+# than it is given any.
+LARGE = 1 << 17
+
 # Operators without the tag of elementwise ones, and the tensor that has the shape of their result.
 _LIKE_TENSOR = {
     aten._softmax.default: 0, aten._log_softmax.default: 0, aten._softmax_backward_data.default: 0, aten._log_softmax_backward_data.default: 0,
@@ -33,6 +37,8 @@ _LIKE_TENSOR = {
 def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     """What runs `target` with an `Empty` in front of its arguments and the result where that says; None where there is no such kernel.
 
+    None as well where the result is known to be smaller than `LARGE`.
+
     Args:
         target: An operator, or what a node calls in its place.
         result: Its fake result.
@@ -41,17 +47,22 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
         return dense_products.as_eager_into
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor):
         return None
+    if result.device.type != "cpu":
+        return None
+    shape = torch.Size(result.shape) if all(isinstance(size, int) for size in result.shape) else None
+    if shape is not None and shape.numel() * result.dtype.itemsize < LARGE:
+        return None
     if result.is_complex() and target is not aten.mul.Tensor:
         return None
-    if target is aten._to_copy.default and result.device.type == "cpu":
+    if target is aten._to_copy.default:
         return functools.partial(_cast_into, result.dtype)
     if torch.Tag.nondeterministic_seeded in target.tags or (torch.Tag.pointwise not in target.tags and target not in _LIKE_TENSOR):
         return None  # draws fill memory in the order of eager's tensor
     if target is aten.relu.default:  # whose own variant copies
-        return functools.partial(_into, target, _relu_into, "out", 0, result.dtype)
+        return functools.partial(_into, _relu_into, "out", 0, result.dtype, shape)
     if (variant := _variant(target)) is None:
         return None
-    return functools.partial(_into, target, *variant, _LIKE_TENSOR.get(target), result.dtype)
+    return functools.partial(_into, *variant, _LIKE_TENSOR.get(target), result.dtype, shape)
 
 
 @functools.cache
@@ -75,13 +86,14 @@ def _relu_into(tensor: Tensor, out: Tensor) -> Tensor:
     return aten.clamp_min.out(tensor, 0, out=out)
 
 
-def _into(target: Any, kernel: Any, argument: str, like: int | None, dtype: torch.dtype, empty: Empty, /, *args: Any, **kwargs: Any) -> Tensor:
-    """Elementwise (`like` is None), or with a result as large as the tensor of that number."""
-    tensors = list(_tensors(args, kwargs))
-    if not all(tensor.is_cpu for tensor in tensors):
-        return target(*args, **kwargs)
-    shapes = {tensor.shape for tensor in tensors}
-    shape = tensors[like].shape if like is not None else shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+def _into(
+    kernel: Any, argument: str, like: int | None, dtype: torch.dtype, shape: torch.Size | None, empty: Empty, /, *args: Any, **kwargs: Any
+) -> Tensor:
+    """With a result of `shape`; where that is None elementwise (`like` is None), or with one as large as the tensor of that number."""
+    if shape is None:
+        tensors = list(_tensors(args, kwargs))
+        shapes = {tensor.shape for tensor in tensors}
+        shape = tensors[like].shape if like is not None else shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     return kernel(*args, **kwargs, **{argument: empty(shape, dtype)})
 
 

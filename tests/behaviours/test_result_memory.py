@@ -167,8 +167,10 @@ _PICTURE = torch.rand(2, 3, 8, 8)
     ],
     ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else "",
 )  # fmt: skip
-def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ...]) -> None:
+def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = target(*args)
+    assert given_memory.into_given_memory(target, expected) is None  # too small
+    monkeypatch.setattr(given_memory, "LARGE", 0)
     given, empty = _given()
     into = given_memory.into_given_memory(target, expected)
     assert into is not None
@@ -178,7 +180,8 @@ def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ..
 
 
 @pytest.mark.cpu_only(reason="memory for results")
-def test_named_arguments() -> None:
+def test_named_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_memory, "LARGE", 0)
     given, empty = _given()
     into = given_memory.into_given_memory(aten.cumsum.default, torch.zeros(6, 700, dtype=torch.float64))
     assert into is not None
@@ -195,8 +198,24 @@ def test_named_arguments() -> None:
         (aten.sum.dim_IntList, (_X, [1])),
     ],
 )
-def test_others_make_their_own(target: Any, args: tuple[Any, ...]) -> None:
+def test_others_make_their_own(target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_memory, "LARGE", 0)
     assert given_memory.into_given_memory(target, target(*args)) is None
+
+
+@pytest.mark.cpu_only(reason="memory for results")
+@_training
+def test_results_of_symbolic_and_of_known_sizes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, y: torch.digamma(x) * torch.atan2(x, y), backend="ort_training", dynamic=True)
+    fixed = torch.compile(lambda x, y: torch.digamma(x) * torch.atan2(x, y), backend="ort_training", dynamic=False)
+    before = result_memory.memory._takes
+    for rows in (300, 200):
+        x, y = torch.rand(rows, 256) + 1, torch.rand(256)
+        expected = torch.digamma(x) * torch.atan2(x, y)
+        for call in (compiled, fixed):
+            torch.testing.assert_close(call(x, y), expected, rtol=1e-5, atol=1e-6)
+    assert result_memory.memory._takes > before
 
 
 @pytest.mark.cpu_only(reason="memory for results")
