@@ -497,7 +497,7 @@ SLOW: dict[str, tuple[Any, str]] = {
 @pytest.mark.skipif(WHOLE_GRAPHS, reason="about what runs between sessions")
 def test_a_division_rounded_towards_zero_stays_in_the_session() -> None:
     x = torch.randn(256, 256).requires_grad_()
-    ran = same_as_eager(lambda x: ((torch.div(x.sin() * 9, 0.7, rounding_mode="trunc") + x) @ x.t()).tanh().sum(), call(x), python_ops=None)
+    ran = same_as_eager(lambda x: ((torch.div(x.sin() * 9, 0.7, rounding_mode="trunc") + x) @ x.t() * 1e-3).tanh().sum(), call(x), python_ops=None)
     assert not any(one.operator.startswith("aten::div") for graph in ran.graphs for one in graph.outside)
 
 
@@ -507,6 +507,7 @@ def test_a_division_rounded_towards_zero_stays_in_the_session() -> None:
 def test_what_onnx_runtime_computes_one_by_one_runs_between_sessions_where_it_is_large(kind: str, rows: int) -> None:
     function, operator = SLOW[kind]
     x = torch.randn(rows, 256).requires_grad_()
-    model = lambda x: (function(x.sin().cos() * 2) @ x.t()).tanh().sum()  # noqa: E731
+    # Small products: how steep tanh is at large ones goes by their last digits, which differ from processor to processor.
+    model = lambda x: (function(x.sin().cos() * 2) @ x.t() * 1e-4).tanh().sum()  # noqa: E731
     ran = same_as_eager(model, call(x), python_ops=None)
     assert (operator in {one.operator for graph in ran.graphs for one in graph.outside}) is (rows == 256)
