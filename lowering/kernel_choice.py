@@ -69,9 +69,6 @@ _FAR_FASTER = {
     aten.hypot.default,
 }  # fmt: skip
 _FAR_LARGER = 65536
-# So are, on a processor of Intel's, products of so many multiplications, which are MKL's in PyTorch, and attention (`long_attention`): steps of GPTs
-# with both took 0.87 and 0.93 of their time, of a BERT 0.95; with attention alone 0.96, 0.95 and 0.97 (onnxruntime 1.32.0, Xeon of family 6).
-_MANY_BY_MKL = 1e8
 _FARTHEST, _LARGER = 10, 16384  # where ONNX Runtime takes so many times as long, it takes 80 us or more longer from so many elements on
 
 # Microseconds that a node of PyTorch's costs inside a session where its Python is in no cache, beyond what it costs where it is; and what one costs
@@ -211,8 +208,6 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
     if not slow_kernels_may_go(target):
         return False
-    if target.mkl and _is_far_faster_on_intel(node, target):
-        return True
     if (found := size_of(node)) is not None and found[1] is not torch.float32:
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:
@@ -229,16 +224,6 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return False
     size, dtype = found
     return size >= (_LARGER if (_ratio(table_key(node, dtype), size) or 0) >= _FARTHEST else _FAR_LARGER)
-
-
-def _is_far_faster_on_intel(node: fx.Node, target: OrtTarget) -> bool:
-    if node.target in (ATTENTION, ATTENTION_BACKWARD):
-        query = arguments_of(node)["query"].meta["val"]
-        return query.dtype is torch.float32 and long_attention(node, target) is not None
-    if node.target not in (aten.mm.default, aten.addmm.default) or node.meta["val"].dtype is not torch.float32:
-        return False
-    left, right = (one.meta["val"].shape for one in node.args[-2:])  # type: ignore[union-attr]
-    return math.prod(map(hint, (*left, right[1]))) >= _MANY_BY_MKL
 
 
 def _is_far_faster_convolution(node: fx.Node, found: tuple[int, torch.dtype] | None) -> bool:
