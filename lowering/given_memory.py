@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from ort_backend.lowering import dense_products
+from ort_backend.target import LARGE_RESULT
 
 aten = torch.ops.aten
 
 # Makes a contiguous tensor on the CPU, of the given shape and dtype, whose elements hold anything.
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
-
-# Bytes from which on a result has such memory. What is smaller has its place on the C library's heap, and an operator takes that by itself faster
-# than it is given any.
-LARGE = 1 << 17
 
 # Operators without the tag of elementwise ones, and the tensor that has the shape of their result.
 _LIKE_TENSOR = {
@@ -37,7 +34,7 @@ _LIKE_TENSOR = {
 def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     """What runs `target` with an `Empty` in front of its arguments and the result where that says; None where there is no such kernel.
 
-    None as well where the result is known to be smaller than `LARGE`.
+    None as well where the result is known to be smaller than `LARGE_RESULT`.
 
     Args:
         target: An operator, or what a node calls in its place.
@@ -45,12 +42,10 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     """
     if target is dense_products.IMPLEMENTATIONS[dense_products.MKL_MM]:  # and of products in bfloat16
         return dense_products.as_eager_into
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor):
-        return None
-    if result.device.type != "cpu":
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor) or result.device.type != "cpu":
         return None
     shape = torch.Size(result.shape) if all(isinstance(size, int) for size in result.shape) else None
-    if shape is not None and shape.numel() * result.dtype.itemsize < LARGE:
+    if shape is not None and shape.numel() * result.dtype.itemsize < LARGE_RESULT:
         return None
     if result.is_complex() and target is not aten.mul.Tensor:
         return None

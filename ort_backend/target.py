@@ -14,6 +14,10 @@ ATEN, ATEN_DOMAIN = "ATen", "org.pytorch.aten"
 # Its operator for kernels written in Triton, which on a CUDA device calls whatever Python has registered.
 TRITON = "TritonOp"
 
+# Bytes from which on results of PyTorch's kernels inside a session lie in memory that is kept for them (`runtime.result_memory`). What is smaller has
+# its place on the C library's heap, and an operator takes that by itself faster than it is given any.
+LARGE_RESULT = 1 << 17
+
 
 def _every_kernel(node: Any) -> bool:
     return True

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ort_backend.target import LARGE_RESULT
+
 _use_count = torch._C._storage_Use_Count
 
-# Bytes; for smaller results the C library has a place.
-_LARGE = 1 << 17
 # All blocks together, against the most that was in use at once.
 _SLACK = 1.25
 
@@ -38,7 +38,7 @@ class ResultMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of `shape` on the CPU whose elements hold anything."""
         size = math.prod(shape) * dtype.itemsize
-        if size < _LARGE:
+        if size < LARGE_RESULT:
             return torch.empty(shape, dtype=dtype, device="cpu")
         with self._lock:
             if self._to_release:

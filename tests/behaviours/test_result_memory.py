@@ -15,10 +15,11 @@ from ort_backend.lowering import dense_products, given_memory
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities, result_memory
 from ort_backend.runtime.result_memory import ResultMemory
+from ort_backend.target import LARGE_RESULT
 
 aten = torch.ops.aten
 _training = pytest.mark.skipif(not capabilities.has_training(), reason="PythonOp, where such kernels run, needs onnxruntime-training")
-LARGE = result_memory._LARGE // 4  # elements of float32
+LARGE = LARGE_RESULT // 4  # elements of float32
 
 
 def _address(memory: ResultMemory, elements: int = LARGE) -> tuple[torch.Tensor, int]:
@@ -170,7 +171,7 @@ _PICTURE = torch.rand(2, 3, 8, 8)
 def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = target(*args)
     assert given_memory.into_given_memory(target, expected) is None  # too small
-    monkeypatch.setattr(given_memory, "LARGE", 0)
+    monkeypatch.setattr(given_memory, "LARGE_RESULT", 0)
     given, empty = _given()
     into = given_memory.into_given_memory(target, expected)
     assert into is not None
@@ -181,7 +182,7 @@ def test_kernels_write_into_what_they_are_given(target: Any, args: tuple[Any, ..
 
 @pytest.mark.cpu_only(reason="memory for results")
 def test_named_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_memory, "LARGE", 0)
+    monkeypatch.setattr(given_memory, "LARGE_RESULT", 0)
     given, empty = _given()
     into = given_memory.into_given_memory(aten.cumsum.default, torch.zeros(6, 700, dtype=torch.float64))
     assert into is not None
@@ -199,7 +200,7 @@ def test_named_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_others_make_their_own(target: Any, args: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(given_memory, "LARGE", 0)
+    monkeypatch.setattr(given_memory, "LARGE_RESULT", 0)
     assert given_memory.into_given_memory(target, target(*args)) is None
 
 
