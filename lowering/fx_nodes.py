@@ -50,6 +50,20 @@ def source_of(value: Any) -> Any:
     return value
 
 
+def untransposed(node: Any) -> tuple[fx.Node, bool]:
+    """(matrix, whether `node` is its transpose)."""
+    swapped = False
+    while _is_transpose(node):
+        node, swapped = node.args[0], not swapped
+    return node, swapped
+
+
+def _is_transpose(node: Any) -> bool:
+    if node.target is aten.permute.default:
+        return [axis % 2 for axis in node.args[1]] == [1, 0]
+    return node.target is aten.t.default or (node.target is aten.transpose.int and node.args[1] % 2 != node.args[2] % 2)
+
+
 def call_beside(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call, where the graph inserts, with the metadata of `beside`, and as a fake tensor what it gives of those of its arguments."""
     made = graph.call_function(target, args, kwargs)

@@ -21,6 +21,7 @@ from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
+from ort_backend.lowering.intel_kernels import far_faster_on_intel
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, operator_class, size_of, table_key
@@ -208,6 +209,8 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
     if not slow_kernels_may_go(target):
         return False
+    if target.mkl and far_faster_on_intel(node):
+        return True
     if (found := size_of(node)) is not None and found[1] is not torch.float32:
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:

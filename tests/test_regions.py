@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import compiler, min_cut, regions
+from ort_backend.lowering import dense_products
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.regions import SLOWER
 from ort_backend.runtime import capabilities
@@ -208,6 +209,30 @@ def test_views_are_not_saved_but_what_they_are_views_of(monkeypatch: pytest.Monk
     same_as_eager(Attention(), call(X), graphs=1, dynamic=dynamic)
     saved = [node.meta["val"] for node in found[0].backward.graph.nodes if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor)]
     assert len(saved) >= 3 and all(fake.is_contiguous() for fake in saved)
+
+
+@pytest.mark.cpu_only(reason="kernels of the CPU")
+@pytest.mark.parametrize("intel, strict", [(True, False), (False, False), (True, True)])
+def test_what_is_slow_on_a_processor_of_intel_s(intel: bool, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: intel)
+    monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: False)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.wide, self.narrow = nn.Linear(64, 192), nn.Linear(64, 1024), nn.Linear(1024, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (one.unflatten(-1, (2, 32)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            return self.narrow(nn.functional.gelu(self.wide(mixed)))
+
+    x = torch.randn(3, 72, 64)  # 216 x 64 x 1024 multiplications, and 216 x 64 x 192
+    ran = same_as_eager(Attention(), call(x), graphs=1, python_ops=None, options={"strict": strict})
+    found = {one.operator: one.count for graph in ran.graphs for one in graph.outside if one.reason == SLOWER}
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    expected = {attention: 1, f"{attention}_backward": 1, "aten::mm": 1, "aten::gelu_backward": 1}
+    assert found == (expected if intel and not strict else {})
 
 
 def test_no_tensor_is_copied_on_its_way_into_a_session(monkeypatch: pytest.MonkeyPatch) -> None:

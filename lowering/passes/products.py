@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
+from ort_backend.lowering.fx_nodes import untransposed
 from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, product_in_bfloat16, pytorch_may_run
 from ort_backend.lowering.symbolic import have_same_sizes, hint
 from ort_backend.target import OrtTarget
@@ -27,7 +28,7 @@ def choose_products(graph: fx.Graph, target: OrtTarget) -> None:
     for node in graph.nodes:
         if (dtype := _product_of(node)) and (operator := _faster(node.args[-2], node.args[-1], dtype, target)):
             *bias, left, right = node.args
-            (left, trans_left), (right, trans_right) = _untransposed(left), _untransposed(right)
+            (left, trans_left), (right, trans_right) = untransposed(left), untransposed(right)
             node.target, node.args, node.kwargs = operator, (left, right, *(bias or [None]), trans_left, trans_right), {}
 
 
@@ -48,7 +49,7 @@ def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any
         return BFLOAT16_MM if target.bfloat16_products and product_in_bfloat16(rows, depth, columns) else None
     if dtype is not torch.float32:
         return None
-    transposed = _untransposed(left)[1]
+    transposed = untransposed(left)[1]
     if target.mkl and product_by_mkl(rows, depth, columns, transposed=transposed):
         return MKL_MM
     by_onednn = target.onednn and product_by_onednn(rows, depth, columns, transposed=transposed)
@@ -57,17 +58,3 @@ def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any
 
 def _shape(node: Any) -> torch.Size:
     return node.meta["val"].shape
-
-
-def _untransposed(node: Any) -> tuple[fx.Node, bool]:
-    """(matrix, whether `node` is its transpose)."""
-    swapped = False
-    while _is_transpose(node):
-        node, swapped = node.args[0], not swapped
-    return node, swapped
-
-
-def _is_transpose(node: Any) -> bool:
-    if node.target is aten.permute.default:
-        return [axis % 2 for axis in node.args[1]] == [1, 0]
-    return node.target is aten.t.default or (node.target is aten.transpose.int and node.args[1] % 2 != node.args[2] % 2)
