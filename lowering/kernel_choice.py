@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention
+from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention, intel_kernels
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
 from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
-from ort_backend.lowering.intel_kernels import far_faster_on_intel
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, operator_class, size_of, table_key
@@ -192,11 +191,12 @@ def _measured_ratio(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTar
         return _ONEDNN_BFLOAT16 if multiplications >= _MANY else None
     if dtype is torch.float32 and not target.mkl and size <= _NORMALIZED.get(node.target, 0):
         return None
-    return _ratio(table_key(node, dtype), size)
+    key = table_key(node, dtype)
+    return _ratio(key, size, intel_kernels.FASTER_IN_PYTORCH) if target.mkl and key in intel_kernels.FASTER_IN_PYTORCH else _ratio(key, size)
 
 
-def _ratio(key: str, size: int) -> float | None:
-    known = FASTER_IN_PYTORCH.get(key, ())
+def _ratio(key: str, size: int, table: dict[str, tuple[tuple[int, int, float], ...]] | None = None) -> float | None:
+    known = (FASTER_IN_PYTORCH if table is None else table).get(key, ())
     return next((ratio for low, high, ratio in known if low <= size and (size <= high or high >= _LARGEST)), None)
 
 
@@ -209,7 +209,7 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a kernel of PyTorch's saves more than the sessions before and behind it cost, where none runs inside a session."""
     if not slow_kernels_may_go(target):
         return False
-    if target.mkl and far_faster_on_intel(node):
+    if target.mkl and intel_kernels.far_faster(node):
         return True
     if (found := size_of(node)) is not None and found[1] is not torch.float32:
         return _far_faster_in_half(node, *found, target)

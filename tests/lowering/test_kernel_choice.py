@@ -58,6 +58,14 @@ def test_layers_are_normalized_by_pytorch_where_they_are_large(rows: int, intel:
 
 
 @single_session
+@pytest.mark.parametrize("elements, intel, in_pytorch", [(262144, True, True), (65536, True, False), (262144, False, False)])
+def test_gradients_of_gelu_by_tanh_on_a_processor_of_intel_s(elements: int, intel: bool, in_pytorch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: intel)
+    outside = _outside(lambda x: nn.functional.gelu(x, approximate="tanh"), torch.randn(elements))
+    assert outside == ([("aten::gelu_backward", "PyTorch's kernel is 2.4 times as fast at this size", True)] if in_pytorch else [])
+
+
+@single_session
 def test_by_shape_class(table: None) -> None:
     depthwise, dense, narrow = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 2, groups=4)
     x = torch.randn(2, 4, 8, 8)
