@@ -1,6 +1,7 @@
 """What a user's autograd.Function returns, keeps and gives gradients for, found out without its data.
 
-The user may say it (`register_fake`, or a static method `infer_shape`). Else the Function runs on fake tensors, which touch no data. Where
+The user may say it (`register_fake`, or a static method `infer_shape`). Else the Function runs on fake tensors, which touch no data, with PyTorch's
+formulas in Python (`enable_python_dispatcher`), as Dynamo's own do: those in C++ take the hint of a symbolic size for it, or fail. Where
 its Python leaves the world of tensors (numpy, `.item()`), it runs on zeros of the sizes at hand, on ones, and once more for each symbolic size with
 that one enlarged, to see which sizes of the results follow it.
 """
@@ -18,6 +19,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -75,7 +77,7 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
 def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
     given, infer_shape = _fakes.get(site.cls), getattr(site.cls, "infer_shape", None)
     if given is not None:
-        with mode, torch.no_grad():
+        with mode, enable_python_dispatcher(), torch.no_grad():
             return _told(site, given(*site.arguments([tensor.detach() for tensor in tensors], ints)))
     if infer_shape is not None:
         shapes, dtypes = infer_shape(None, [list(tensor.shape) for tensor in tensors], [tensor.dtype for tensor in tensors])
@@ -217,7 +219,7 @@ def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | Non
 
 
 def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
-    with mode, _allow_real_tensors(mode), _unknown_numbers(mode):
+    with mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
         inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         ran = _run(site, inputs, ints, backward=True)
     found = _described(site, ran)

@@ -138,6 +138,35 @@ def test_shapes_that_the_user_tells() -> None:
         assert Repeat.runs == 3  # never while it was compiled
 
 
+class Windows(Function):
+    """Functions of PyTorch that know symbolic sizes by their formulas in Python alone, padding, windows and a transform, in both directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        windows = torch.nn.functional.unfold(torch.nn.functional.pad(x, (1, 1)).unsqueeze(1).unsqueeze(1), (1, 3))
+        return torch.fft.rfft(windows.sum(1)).abs()
+
+    @staticmethod
+    def backward(ctx, g):
+        pictures = torch.fft.irfft(torch.complex(g, -g), n=ctx.shape[1]).unsqueeze(1).unsqueeze(1)
+        return torch.nn.functional.interpolate(pictures, size=(1, ctx.shape[1]), mode="bilinear").view(ctx.shape)
+
+
+def test_sizes_stay_symbolic_when_it_runs_on_fake_tensors() -> None:
+    graphs = same_as_eager(lambda x: Windows.apply(x * 1), (3, 8), sweep=[[(4, 8)], [(7, 8)]], functions=1, fullgraph=True)
+    assert len(graphs) == 2, "the first size, then any"
+
+
+def test_sizes_stay_symbolic_in_what_the_user_tells() -> None:
+    class Told(Windows):
+        pass
+
+    ort_backend.register_fake(Told)(lambda x: torch.nn.functional.unfold(x.unsqueeze(1).unsqueeze(1), (1, 4)).sum(1))
+    graphs = same_as_eager(lambda x: Told.apply(x * 1), (3, 8), sweep=[[(4, 8)], [(7, 8)]], functions=1, fullgraph=True)
+    assert len(graphs) == 2, "the first size, then any"
+
+
 def test_unknown_shapes_break_the_graph_and_say_what_to_write() -> None:
     class Select(Function):
         @staticmethod
