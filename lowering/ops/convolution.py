@@ -27,10 +27,12 @@ def _per_dim(sizes: Sequence[Any], spatial: int) -> list[int]:
     return [int(size) for size in sizes] if len(sizes) == spatial else [int(sizes[0])] * spatial
 
 
-def _attributes(weight: ir.Value, stride: Any, padding: Any, dilation: Any, groups: int) -> dict[str, Any]:
+def _attributes(weight: ir.Value, stride: Any, padding: Any, dilation: Any, groups: Any) -> dict[str, Any]:
     kernel = list(weight.shape[2:])  # type: ignore[index]
     if not all(isinstance(size, int) for size in kernel):
         raise Unsupported("a kernel of unknown size")
+    if isinstance(groups, ir.Value):
+        raise Unsupported("a number of groups that is not constant")
     spatial = len(kernel)
     pads = _per_dim(padding, spatial)
     return {

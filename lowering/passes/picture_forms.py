@@ -124,7 +124,7 @@ def _of_convolution(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget
         return Form(functools.partial(write, image_last=not as_it_lies), pictures, is_convolution=True)
     if not pytorch_may_run(target) or faster_in_pytorch(node, target) is None:
         return None
-    gain = _SIDE_BY_SIDE * math.prod(map(hint, one.result.shape)) * (one.groups > 1)
+    gain = _SIDE_BY_SIDE * math.prod(map(hint, one.result.shape)) * (one.groups != 1)
     return Form(_convolution_backward if backward else _convolution, (*gradient, image), gain=gain, is_convolution=True)
 
 
