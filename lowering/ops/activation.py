@@ -40,6 +40,12 @@ def _positive(op: Any, x: ir.Value) -> ir.Value:
     return op.HardSigmoid(x, alpha=_STEEP, beta=0.0)
 
 
+def _refuse_symbolic(*numbers: Any) -> None:
+    """For functions that compute with their settings while they are lowered; a program may make these out of symbolic sizes."""
+    if any(isinstance(number, ir.Value) for number in numbers):
+        raise Unsupported("a setting that is not constant")
+
+
 def _elementwise(op: Any, kernel: str, grad_output: ir.Value, x: ir.Value, **attributes: Any) -> ir.Value:
     """A gradient kernel of ONNX Runtime. They do not broadcast (1.19.2), as gradients do that come out of `torch.vmap`."""
     if grad_output.shape is None or x.shape is None or not same_shape(grad_output, x):
@@ -203,8 +209,9 @@ def leaky_relu_backward_step(op, grad_output, self, negative_slope, self_is_resu
 @register(aten.leaky_relu_backward.default, promote="output")
 def leaky_relu_backward(op, grad_output, self, negative_slope, self_is_result):
     """leaky_relu_backward(Tensor grad_output, Tensor self, Scalar negative_slope, bool self_is_result) -> Tensor"""
-    positive = _mask(op, op.Greater(self, scalar_like(op, 0.0, self)), grad_output)
-    return op.Mul(grad_output, op.Add(op.Mul(positive, 1.0 - negative_slope), scalar_like(op, negative_slope, self)))
+    positive, slope = _mask(op, op.Greater(self, scalar_like(op, 0.0, self)), grad_output), scalar_like(op, negative_slope, grad_output)
+    step = op.Sub(1.0, slope) if isinstance(negative_slope, ir.Value) else 1.0 - negative_slope
+    return op.Mul(grad_output, op.Add(op.Mul(positive, step), slope))
 
 
 @register(aten.hardtanh.default)
@@ -270,18 +277,21 @@ def softshrink_backward(op, grad_output, self, lambd):
 @register(aten.softshrink.default)
 def softshrink(op, self, lambd=0.5):
     """softshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
+    _refuse_symbolic(lambd)
     return op.Sub(self, op.Clip(self, scalar_like(op, -lambd, self), scalar_like(op, lambd, self)))
 
 
 @register(aten.celu.default)
 def celu(op, self, alpha=1.0):
     """celu(Tensor self, Scalar alpha=1.0) -> Tensor"""
+    _refuse_symbolic(alpha)
     return elu(op, self, alpha, 1, 1 / alpha)
 
 
 @register(aten.elu.default)
 def elu(op, self, alpha=1, scale=1, input_scale=1):
     """elu(Tensor self, Scalar alpha=1, Scalar scale=1, Scalar input_scale=1) -> Tensor"""
+    _refuse_symbolic(alpha, scale, input_scale)
     zero = scalar_like(op, 0.0, self)
     negative = op.Sub(op.Exp(op.Mul(op.Min(self, zero), float(input_scale))), 1.0)
     return op.Add(op.Mul(op.Relu(self), float(scale)), op.Mul(negative, float(alpha * scale)))
@@ -290,6 +300,7 @@ def elu(op, self, alpha=1, scale=1, input_scale=1):
 @register(aten.elu_backward.default, promote="output")
 def elu_backward(op, grad_output, alpha, scale, input_scale, is_result, self_or_result):
     """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""
+    _refuse_symbolic(alpha, scale, input_scale)
     x, below = self_or_result, op.Min(self_or_result, scalar_like(op, 0.0, self_or_result))
     raised = op.Add(below, float(alpha * scale)) if is_result else op.Mul(op.Exp(op.Mul(below, float(input_scale))), float(alpha * scale))
     slope = op.Mul(raised, float(input_scale))
@@ -302,6 +313,7 @@ def elu_backward(op, grad_output, alpha, scale, input_scale, is_result, self_or_
 @register(aten.softplus.default)
 def softplus(op, self, beta=1, threshold=20):
     """softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
+    _refuse_symbolic(beta, threshold)
     scaled = op.Mul(self, float(beta)) if beta != 1 else self
     # max(x, 0) + log(u) with u = 1 + exp(-|x|) rounded, and what the rounding lost divided by u: no overflow, equal to x above the threshold but for
     # what float32 cannot show, and exp(x) far below, where a logarithm or a quotient of it must not be infinite.
@@ -316,6 +328,7 @@ def softplus(op, self, beta=1, threshold=20):
 @register(aten.softplus_backward.default, promote="output")
 def softplus_backward(op, grad_output, self, beta, threshold):
     """softplus_backward(Tensor grad_output, Tensor self, Scalar beta, Scalar threshold) -> Tensor"""
+    _refuse_symbolic(beta, threshold)
     scaled = op.Mul(self, float(beta)) if beta != 1 else self
     slope = op.Reciprocal(op.Add(op.Exp(op.Neg(scaled)), 1.0))  # not Sigmoid: see `sigmoid_to_the_end`
     if threshold < 20:

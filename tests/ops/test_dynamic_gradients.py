@@ -28,6 +28,23 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]
     "circular": (lambda t: F.pad(t, (1, 2, 2, 1), mode="circular"), (5, 3, 6, 8), (6, 4, 7, 9)),
     "median": (lambda t: (t.median(1).values, t.median()), (5, 7), (6, 8)),
     "nanmedian": (lambda t: (t.nanmedian(1).values, t.nanmedian(0, keepdim=True).values, t.nanmedian()), (5, 7), (6, 8)),
+    "activations by size": (
+        lambda t: (
+            F.leaky_relu(t, 1 / t.shape[0]),
+            F.leaky_relu(t, t.shape[0]),
+            F.hardshrink(t, 1 / t.shape[0]),
+            F.threshold(t, 1 / t.shape[0], t.shape[0]),
+        ),
+        (5, 7),
+        (6, 8),
+    ),
+}
+# Function, and the operators that PyTorch runs, as their lowerings compute with the number.
+_SETTINGS: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "elu": (lambda t: F.elu(t, t.shape[0] / 4), ["aten::elu", "aten::elu_backward"]),
+    "softplus": (lambda t: F.softplus(t, t.shape[0] / 4), ["aten::softplus", "aten::softplus_backward"]),
+    "threshold of softplus": (lambda t: F.softplus(t, 1, t.shape[0] / 8), ["aten::softplus", "aten::softplus_backward"]),
+    "softshrink": (lambda t: F.softshrink(t, t.shape[0] / 8), ["aten::softshrink"]),
 }
 
 
@@ -36,6 +53,12 @@ def test_one_tensor(name: str) -> None:
     function, size, other = _FUNCTIONS[name]
     check_training(function, needs_grad(*size), dynamic=True, others=[(needs_grad(*other),)])
     check_training(function, needs_grad(*size))
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_a_setting_made_of_a_size(name: str) -> None:
+    function, outside = _SETTINGS[name]
+    check_training(lambda t: function(t.sin()) * 2, needs_grad(5, 7), dynamic=True, others=[(needs_grad(6, 8),)], outside=outside)
 
 
 def test_medians_among_nan() -> None:
