@@ -15,7 +15,7 @@ from torch import fx
 
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD
 from ort_backend.lowering.fx_nodes import arguments_of, untransposed
-from ort_backend.lowering.operator_class import size_of
+from ort_backend.lowering.operator_class import product_sizes, size_of
 from ort_backend.lowering.symbolic import hint
 
 aten = torch.ops.aten
@@ -51,9 +51,8 @@ def far_faster(node: fx.Node) -> bool:
         query, key = given["query"].meta["val"], given["key"].meta["val"]
         return query.dtype is torch.float32 and min(hint(query.shape[-2]), hint(key.shape[-2])) >= _LONG
     if node.target is aten.mm.default:
-        left, right = (one.meta["val"].shape for one in node.args)  # type: ignore[union-attr]
         is_gradient_of_weights = node.meta["val"].dtype is torch.float32 and untransposed(node.args[0])[1]
-        return is_gradient_of_weights and math.prod(map(hint, (*left, right[1]))) >= _MANY
+        return is_gradient_of_weights and math.prod(product_sizes(*node.args)) >= _MANY
     if node.target not in _SLOW or (found := size_of(node)) is None:
         return False
     size, dtype = found

@@ -23,7 +23,16 @@ from ort_backend.lowering.device_kernels import faster_on_device
 from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
-from ort_backend.lowering.operator_class import class_key, dense_multiplications, dtype_name, elements_of, operator_class, size_of, table_key
+from ort_backend.lowering.operator_class import (
+    class_key,
+    dense_multiplications,
+    dtype_name,
+    elements_of,
+    operator_class,
+    product_sizes,
+    size_of,
+    table_key,
+)
 from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.symbolic import hint
@@ -244,8 +253,7 @@ def _is_far_faster_convolution(node: fx.Node, found: tuple[int, torch.dtype] | N
 
 def _far_faster_in_half(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarget) -> bool:
     if node.target in (aten.mm.default, aten.addmm.default):
-        left, right = (one.meta["val"].shape for one in node.args[-2:])  # type: ignore[union-attr]
-        return dtype is torch.bfloat16 and target.bfloat16_products and product_in_bfloat16(*map(hint, (*left, right[1])))
+        return dtype is torch.bfloat16 and target.bfloat16_products and product_in_bfloat16(*product_sizes(*node.args[-2:]))
     return size >= _FAR_LARGER and (bool(node.meta.get(SELECTS)) or _measured_ratio(node, size, dtype, target) is not None)
 
 

@@ -89,6 +89,12 @@ def dense_multiplications(node: fx.Node) -> int | None:
     return math.prod(hint(size) for size in (pixels[0], *pixels[2:], *one.weight.shape))
 
 
+def product_sizes(left: Any, right: Any) -> tuple[int, int, int]:
+    """Rows, depth and columns of the product of two nodes' matrices; a symbolic size counts as its example."""
+    (rows, depth), columns = left.meta["val"].shape, right.meta["val"].shape[1]
+    return hint(rows), hint(depth), hint(columns)
+
+
 def _class_of(one: Convolution) -> str:
     """Such as `dense 3x3 strided by 16`: oneDNN's kernels take 16 channels at once, and have others for a few of them (`thin`)."""
     shape = one.weight.shape

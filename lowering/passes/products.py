@@ -10,7 +10,8 @@ from torch import fx
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import untransposed
 from ort_backend.lowering.kernel_choice import product_by_mkl, product_by_onednn, product_in_bfloat16, pytorch_may_run
-from ort_backend.lowering.symbolic import have_same_sizes, hint
+from ort_backend.lowering.operator_class import product_sizes
+from ort_backend.lowering.symbolic import have_same_sizes
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def _product_of(node: fx.Node) -> torch.dtype | None:
 
 def _faster(left: Any, right: Any, dtype: torch.dtype, target: OrtTarget) -> Any:
     """The operator that is faster than ONNX Runtime's product; None if there is none."""
-    rows, depth, columns = map(hint, (*_shape(left), _shape(right)[1]))
+    rows, depth, columns = product_sizes(left, right)
     if dtype is torch.bfloat16:
         return BFLOAT16_MM if target.bfloat16_products and product_in_bfloat16(rows, depth, columns) else None
     if dtype is not torch.float32:
