@@ -148,8 +148,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        # With a module to its name a function is pickled at once: without, every module that is there is asked for it, and a lazy one imports.
-        self.names: dict[str, Any] = {"__name__": __name__}
+        self.names: dict[str, Any] = {}
         self._count = itertools.count()
 
     def constant(self, value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import types
 from typing import Any
 
 import cloudpickle
@@ -35,6 +36,9 @@ class _Pickler(cloudpickle.Pickler):
             return _spec_of, (pytree.tree_unflatten([0] * obj.num_leaves, obj),)
         if isinstance(obj, _OF_THIS_PROCESS):
             raise pickle.PicklingError(f"a {type(obj).__name__} is part of the compiled graph")
+        if isinstance(obj, types.FunctionType) and obj.__module__ is None:
+            # Source written for this graph. Without a module every module there is would be asked for it; transformers imports its models for that.
+            obj.__module__ = __name__
         return super().reducer_override(obj)
 
 

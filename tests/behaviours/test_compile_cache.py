@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,28 @@ def test_the_second_compile_is_the_first(name: str) -> None:
     )
     assert (after.counts.forward, after.counts.backward) == (1, 1)
     assert "from cache" in str(ort_backend.report()) and "from PyTorch's cache" in after.summary()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_keeping_a_graph_asks_no_module(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy modules import what they are asked for: transformers' all its models."""
+    asked = []
+
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            raise AttributeError(name)
+
+    def step(x: Tensor) -> Tensor:
+        half = x.mT @ x / x.shape[0]
+        return torch.linalg.eigvalsh(half + torch.eye(4, device=DEVICE)).exp().cumsum(0)
+
+    compiled = compile_again(step, dynamic=dynamic)
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    x = torch.randn(6, 4, device=DEVICE, requires_grad=True)
+    compiled(x).sum().backward()
+    assert kept() == 1
+    assert not [name for name in asked if not name.startswith("__")]
 
 
 def test_another_process_reads_what_one_has_compiled(python: Callable[..., str]) -> None:
