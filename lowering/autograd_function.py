@@ -151,7 +151,8 @@ _pending: dict[int, function_run.Pending] = {}
 def run_forward(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[torch.Tensor]:
     """What `FORWARD` does, for a caller that is not to go through PyTorch's dispatcher, in which autograd is off."""
     known = SITES[site]
-    outputs, pending = function_run.forward(known, [tensor.detach() for tensor in tensors], ints, keep=any(known.needs))
+    inputs, given = [tensor.detach() for tensor in tensors], dict(enumerate(tensors))
+    outputs, pending = function_run.forward(known, inputs, ints, keep=any(known.needs), given=given)
     key, memory = next(_numbers), np.array(0)
     if pending is not None:
         memory[()] = key

@@ -12,10 +12,12 @@ import inspect
 import logging
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend.lowering.autograd_function import call
 from ort_backend.lowering.function_behaviour import UnknownBehaviour, behaviour_of
@@ -138,6 +140,7 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     site.inputs = tuple((tensor.dim(), tensor.dtype, tensor.device) for tensor in tensors)
     site.signature = tuple(str(size) for tensor in tensors for size in tensor.shape)
     site.repeated = _repeated([proxy.node for proxy in arguments.tensors])
+    site.originals = tuple(map(_callers_own, arguments.tensors))
     try:
         site.behaviour = behaviour_of(site, tensors, ints, tx.fake_mode)
     except UnknownBehaviour as unknown:
@@ -191,6 +194,18 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
 
 def _example(proxy: Any) -> Any:
     return proxy.node.meta["example_value"]
+
+
+def _callers_own(proxy: Any) -> weakref.ref[torch.Tensor] | None:
+    """The caller's tensor that an input of the graph is; None for what the graph computes."""
+    while (outer := getattr(proxy.tracer, "parent", None)) is not None and proxy.node.op == "placeholder":  # of a checkpoint, a branch
+        lifted = [one for one, inner in proxy.tracer.lifted_freevars.items() if getattr(inner, "node", None) is proxy.node]
+        if not lifted or lifted[0].tracer is not outer:
+            return None
+        proxy = lifted[0]
+    argument = proxy.node.meta.get("grapharg")
+    example = None if argument is None else argument.example
+    return weakref.ref(example) if isinstance(example, torch.Tensor) and not isinstance(example, FakeTensor) else None
 
 
 def _emit(tx: Any, site: Site, arguments: _Arguments) -> Any:

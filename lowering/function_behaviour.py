@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
+from ort_backend.lowering.original_tensors import Original, originals, put_in
 
 _fakes: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
 # Per compile (each has a fake mode of its own): the same call with the same kinds of arguments behaves the same.
@@ -66,7 +67,7 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
     Raises:
         UnknownBehaviour: it cannot be found out.
     """
-    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)))
+    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)), *map(id, site.originals))
     known = _known.setdefault(mode, {})
     if key not in known:
         found = _find_out(site, tensors, ints, mode)
@@ -119,6 +120,7 @@ class _Ran:
     returned: Any
     gradients: tuple[Any, ...] | None
     is_random: bool
+    originals: Sequence[Original] = ()
 
 
 class _Watch(TorchDispatchMode):
@@ -154,7 +156,7 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
         if site.needs_gradient(i):
             tensor.requires_grad_()
     versions = [tensor._version for tensor in inputs]
-    watch, gradients = _Watch(inputs), None
+    watch, gradients, same = _Watch(inputs), None, []
     try:
         with watch:
             ctx, returned = site.forward(inputs, ints)
@@ -163,11 +165,12 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
                 results = returned if isinstance(returned, tuple) else (returned,)
                 marked = {id(tensor) for tensor in ctx.non_differentiable}
                 arriving = [_gradient(result, ctx, marked) for result in results]
+                put_in(ctx, same := originals(ctx, zip(inputs, (one and one() for one in site.originals))))
                 with contextlib.suppress(Exception), _gradients_put_back():  # the forward's results are known all the same
                     gradients = site.backward(ctx, arriving)
     finally:
         watch.put_back()
-    return _Ran(inputs, versions, ctx, returned, gradients, is_random)
+    return _Ran(inputs, versions, ctx, returned, gradients, is_random, same)
 
 
 @contextlib.contextmanager
@@ -229,7 +232,7 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
     if ran.gradients is None and any(site.needs):
         return found
     results = ran.returned if isinstance(ran.returned, tuple) else (ran.returned,)
-    held = {tensor.untyped_storage()._cdata for tensor in held_tensors(ran.ctx)}
+    held = {tensor.untyped_storage()._cdata for tensor in (*held_tensors(ran.ctx), *(one.stand_in for one in ran.originals))}
     outputs = [result for result in results if isinstance(result, torch.Tensor)]
     return dataclasses.replace(
         found,

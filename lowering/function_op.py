@@ -21,6 +21,7 @@ from ort_backend.lowering.carriers import from_carrier, number_of, to_carrier
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import Carrier, carrier
 from ort_backend.lowering.function_site import SITES, Reference, Site, Slot
+from ort_backend.lowering.original_tensors import input_of
 from ort_backend.lowering.python_op import (
     MS,
     PythonCall,
@@ -73,6 +74,8 @@ class FunctionWriter:
         if self._with_backward is None:
             self._with_backward = {one.args[4] for one in node.graph.find_nodes(op="call_function", target=BACKWARD)}
         call = self._calls[number] = FunctionCall(SITES[number], [value(one) for one in ints])  # type: ignore[index, union-attr]
+        inputs = node.graph.find_nodes(op="placeholder")
+        call.inputs = {i: place for i, one in enumerate(tensors) if (place := input_of(one, inputs)) is not None}  # type: ignore[arg-type]
         made = self._op.PythonOp(
             *call.arguments([value(one) for one in tensors], order),  # type: ignore[union-attr]
             **call.attributes,
@@ -132,12 +135,14 @@ class FunctionCall(PythonCall):
         tangents: For each of them, the backward's tangents that its gradient depends on.
         present: For each tensor result, whether the backward's node gets a gradient.
         reads: Where the site's tensors and integers stand among the arguments of the forward's node.
+        inputs: For each of the site's tensors that is an input of the graph, which one.
     """
 
     def __init__(self, site: Site, ints: Sequence[Any]) -> None:
         super().__init__(f"{site.name}#{next(_names)}", site.name, None)
         self.site, self.present = site, [True] * len(site.behaviour.tensors)
         self.reads: list[int] = []
+        self.inputs: dict[int, int] = {}
         self.tangents: list[frozenset[int]] = []
         self.attributes: dict[str, Any] = {}
         # ONNX Runtime asks for a result: what returns numbers only gives the one that nobody reads.
@@ -170,7 +175,8 @@ class FunctionCall(PythonCall):
         if run is None:
             outputs, _ = function_run.forward(site, tensors, ints, keep=False)
         else:
-            outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True)
+            given = {i: run.given[place] for i, place in self.inputs.items()}
+            outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True, given=given)
         for i in self._leaving:
             outputs[i] = to_carrier(outputs[i])
         return outputs or [_NOTHING]

@@ -7,20 +7,23 @@ read by the backward's node (`Behaviour.kept_inputs`, `kept_outputs`) or copied;
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from ort_backend.lowering.function_site import Behaviour, Context, Site, TensorResult, held_tensors, replace_held
+from ort_backend.lowering.original_tensors import Original, originals, put_in
 
 
 class Pending(NamedTuple):
-    """A forward that waits for its backward: its `ctx`, the shapes of the tensors among its results, those of its tensors."""
+    """A forward that waits for its backward: its `ctx`, the shapes of the tensors among its results, those of its tensors, the caller's own."""
 
     ctx: Context
     results: list[torch.Size]
     inputs: list[torch.Size]
+    originals: list[Original]
 
 
 def _references(values: list[Any]) -> list[int]:
@@ -32,7 +35,9 @@ _OWN_REFERENCES = 0
 _OWN_REFERENCES = _references([object()])[0]
 
 
-def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, keep: bool) -> tuple[list[torch.Tensor], Pending | None]:
+def forward(
+    site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, keep: bool, given: Mapping[int, Any] = MappingProxyType({})
+) -> tuple[list[torch.Tensor], Pending | None]:
     """Runs the forward.
 
     Args:
@@ -40,6 +45,7 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
         tensors: Its tensors. Their memory may be overwritten after the forward, but for what `site.behaviour` says is kept.
         ints: Its symbolic integers.
         keep: Whether a backward follows.
+        given: The caller's own tensors in the places of those that have their memory.
 
     Returns:
         The tensors among its results and the new values of those that it wrote to, each contiguous in memory of its own; and what the
@@ -62,11 +68,11 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
     results = returned if isinstance(returned, tuple) else (returned,)
     del returned
     held = held_tensors(ctx)
-    given = _given(site, results)
+    made = _tensors_of(site, results)
     memory = [tensor.untyped_storage().data_ptr() for tensor in tensors]
     outputs: list[torch.Tensor] = []
     own: list[int] = []
-    for result, references in zip(given, _references(given)):
+    for result, references in zip(made, _references(made)):
         # The tuple of results refers to it; the ctx may, and `held` does then. Whoever else does keeps its memory.
         is_foreign = references > 1 and references - 1 > 2 * sum(one is result for one in held)
         _add(result, outputs, own, memory, is_foreign)
@@ -78,7 +84,8 @@ def forward(site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, kee
         return outputs, None
     if held:
         _protect(known, ctx, held, memory, own)
-    return outputs, Pending(ctx, [output.shape for output in given], [tensor.shape for tensor in tensors])
+    same = [(tensors[i], tensor) for i, tensor in given.items() if i not in known.mutated]
+    return outputs, Pending(ctx, [output.shape for output in made], [tensor.shape for tensor in tensors], originals(ctx, same))
 
 
 def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], taken: Sequence[int], is_foreign: bool) -> None:
@@ -97,7 +104,7 @@ def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], take
     own.append(address)
 
 
-def _given(site: Site, results: tuple[Any, ...]) -> list[torch.Tensor]:
+def _tensors_of(site: Site, results: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors among the results, which must be as they were when the call was compiled."""
     expected = site.behaviour.results
     if len(results) != len(expected):
@@ -143,6 +150,7 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
         RuntimeError: the backward returned what autograd does not accept, or a gradient where it returned None when it was compiled.
     """
     ctx = pending.ctx
+    put_in(ctx, pending.originals)
     arriving = list(gradients)
     if len(arriving) != len(site.behaviour.results) or any(one is None for one in arriving):
         arriving = _for_every_result(site, pending, gradients)

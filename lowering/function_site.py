@@ -188,6 +188,7 @@ class Site:
         inputs: Rank, dtype and device of each tensor.
         requiring: The tensors that require grad.
         repeated: For a tensor that it gets several times, the other places.
+        originals: For each tensor the caller's own, while it is compiled, where the caller gives it.
     """
 
     def __init__(self, cls: type, template: tuple[Any, ...], needs: tuple[bool, ...], autocast: tuple[tuple[str, torch.dtype], ...] = ()) -> None:
@@ -200,6 +201,7 @@ class Site:
         self.signature: tuple[Any, ...] = ()
         self.inputs: tuple[tuple[int, torch.dtype, torch.device], ...] = ()
         self.repeated: dict[int, tuple[int, ...]] = {}
+        self.originals: tuple[weakref.ref[torch.Tensor] | None, ...] = ()
         self.context_type = context_type(cls)
         slots = [leaf for leaf in pytree.tree_leaves(template, is_leaf=stands_for) if isinstance(leaf, Slot)]
         self.tensor_count = sum(slot.kind != "int" for slot in slots)

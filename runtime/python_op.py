@@ -73,9 +73,10 @@ def inside() -> bool:
 class RunState:
     """What the users' Functions of one forward keep until their backward."""
 
-    __slots__ = ("pending", "undefined")
+    __slots__ = ("given", "pending", "undefined")
 
     def __init__(self) -> None:
+        self.given: Sequence[Any] = ()  # the graph's arguments, while the forward runs
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for
         self.pending: dict[int, Any] = {}
 

@@ -191,7 +191,7 @@ class TrainingGraph:
                 held[i] = held[i].detach()
         for i in plan.changing:
             held[i] = held[i].detach().clone()
-        agent, state, fetches = self._advance(held, python)
+        agent, state, fetches = self._advance(held, python, args)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
         run = _Run(agent, state, python, held, _versions(held, plan.replayed), (*plan.saved, *plan.changing))
@@ -319,12 +319,14 @@ class TrainingGraph:
         self._agent = None
         self._session.close()
 
-    def _advance(self, everything: list[Any], python: RunState | None) -> tuple[_Agent, Any, Any]:
+    def _advance(self, everything: list[Any], python: RunState | None, given: Sequence[Any]) -> tuple[_Agent, Any, Any]:
         """Runs the session up to the `YieldOp`: the agent that did, the state there, and what is handed out."""
         state, fetches = C.PartialGraphExecutionState(), C.OrtValueVector()
         if self._agent is None:
             self._agent = _Agent(self._session, self._plan)
         agent = self._agent
+        if python is not None:
+            python.given = given
         try:
             with self._session.running(python):
                 agent.run_forward(self._feed(everything), fetches, state, None)
@@ -332,6 +334,9 @@ class TrainingGraph:
                 self._session.wait()
         except ORT_ERRORS as error:
             raise self._session.failure(error) from None
+        finally:
+            if python is not None:
+                python.given = ()
         return agent, state, fetches
 
     def _replay(self, run: _Run) -> Any:
@@ -356,7 +361,7 @@ class TrainingGraph:
             set_random_state(random)  # it draws what it drew
         everything = [*run.args, *(draw(run.args) for draw in self._plan.draws)] if run.redraw else run.args
         try:
-            run.agent, state, _ = self._advance(everything, run.python)
+            run.agent, state, _ = self._advance(everything, run.python, run.args)
         finally:
             if now is not None:
                 set_random_state(now)

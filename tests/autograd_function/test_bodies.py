@@ -9,6 +9,7 @@ import pytest
 import torch
 from autograd_function.harness import same_as_eager
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 seen: list[str] = []
 
@@ -294,6 +295,83 @@ def test_a_backward_that_adds_to_gradients_itself(norm: type[torch.nn.Module], n
         for _ in range(2):
             run(x).sum().backward()
         found.append(([x.grad, *(one.grad for one in block.parameters())], dict(block.state_dict())))
+    torch.testing.assert_close(*found)
+
+
+class Implicit(Function):
+    """Differentiates a block that it gets, at a point alone: gradients of the parameters that it saves, or of those among its attributes."""
+
+    @staticmethod
+    def forward(ctx, block, unused, x, *parameters):
+        ctx.block, ctx.unused, ctx.parameters = block, unused, list(parameters)
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.block(x)
+        wanted = (x, *(ctx.parameters if ctx.unused else parameters))
+        return None, None, *torch.autograd.grad(y, wanted, g, allow_unused=ctx.unused)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, unused: bool, checkpointed: bool) -> None:
+        super().__init__()
+        self.block = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh())
+        self.unused, self.checkpointed = unused, checkpointed
+
+    def layer(self, x):
+        return Implicit.apply(self.block, self.unused, x * 2.0, *self.block.parameters()).sin()
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("unused", [False, True], ids=["saved", "attribute"])
+def test_gradients_of_parameters_that_a_block_reads_by_itself(unused: bool, checkpointed: bool) -> None:
+    found = []
+    for compile_it in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Layer(unused, checkpointed)
+        run = torch.compile(model, backend="ort_training", fullgraph=True) if compile_it else model
+        gradients = []
+        for step in range(4):
+            if step == 2:  # the graph stays, the parameter is another
+                model.block[0].weight = torch.nn.Parameter(torch.linspace(-1, 1, 25).view(5, 5))
+            model.zero_grad()
+            x = torch.randn(4 + step, 5, requires_grad=True)
+            y = run(x).sum()
+            y.backward(retain_graph=step == 3)
+            if step == 3:
+                y.backward()
+            gradients += [x.grad, *(one.grad for one in model.parameters())]
+        found.append(gradients)
+    torch.testing.assert_close(*found)
+
+
+class Polynomial:
+    def __init__(self, a: torch.Tensor) -> None:
+        self.a = a
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a * x).tanh()
+
+
+def test_a_gradient_of_what_eager_pytorch_computed_that_an_object_has() -> None:
+    found = []
+    for compile_it in (True, False):
+        torch._dynamo.reset()
+        w, x = torch.linspace(-1, 1, 5).requires_grad_(), torch.linspace(-1, 1, 15).view(3, 5)
+        step = lambda f, x: Implicit.apply(f, False, x * 2.0, f.a).square()  # noqa: E731
+        run = torch.compile(step, backend="ort_training", fullgraph=True) if compile_it else step
+        run(Polynomial(w * 2.0), x).sum().backward()
+        found.append(w.grad)
     torch.testing.assert_close(*found)
 
 
