@@ -151,7 +151,8 @@ _pending: dict[int, function_run.Pending] = {}
 def run_forward(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int) -> list[torch.Tensor]:
     """What `FORWARD` does, for a caller that is not to go through PyTorch's dispatcher, in which autograd is off."""
     known = SITES[site]
-    inputs, given = [tensor.detach() for tensor in tensors], dict(enumerate(tensors))
+    inputs = [tensor.detach() for tensor in tensors]
+    given = dict(enumerate(tensors)) if known.behaviour.differentiates else None
     outputs, pending = function_run.forward(known, inputs, ints, keep=any(known.needs), given=given)
     key, memory = next(_numbers), np.array(0)
     if pending is not None:

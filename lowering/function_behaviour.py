@@ -13,7 +13,7 @@ import dataclasses
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -67,12 +67,15 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
     Raises:
         UnknownBehaviour: it cannot be found out.
     """
-    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)), *map(id, site.originals))
+    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)))
     known = _known.setdefault(mode, {})
-    if key not in known:
-        found = _find_out(site, tensors, ints, mode)
-        known[key] = dataclasses.replace(found, written=tuple(TensorResult.of(tensors[i]) for i in found.mutated))
-    return known[key]
+    for one in (key, with_tensors := (*key, *map(id, site.originals))):
+        if one in known:
+            return known[one]
+    found = _find_out(site, tensors, ints, mode)
+    found = dataclasses.replace(found, written=tuple(TensorResult.of(tensors[i]) for i in found.mutated))
+    known[with_tensors if found.differentiates else key] = found
+    return found
 
 
 def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
@@ -120,7 +123,8 @@ class _Ran:
     returned: Any
     gradients: tuple[Any, ...] | None
     is_random: bool
-    originals: Sequence[Original] = ()
+    originals: Sequence[Original]
+    differentiates: bool
 
 
 class _Watch(TorchDispatchMode):
@@ -157,6 +161,7 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
             tensor.requires_grad_()
     versions = [tensor._version for tensor in inputs]
     watch, gradients, same = _Watch(inputs), None, []
+    asked: Mapping[int, Any] = {}
     try:
         with watch:
             ctx, returned = site.forward(inputs, ints)
@@ -166,18 +171,19 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
                 marked = {id(tensor) for tensor in ctx.non_differentiable}
                 arriving = [_gradient(result, ctx, marked) for result in results]
                 put_in(ctx, same := originals(ctx, zip(inputs, (one and one() for one in site.originals))))
-                with contextlib.suppress(Exception), _gradients_put_back():  # the forward's results are known all the same
+                with contextlib.suppress(Exception), _gradients_put_back() as asked:  # the forward's results are known all the same
                     gradients = site.backward(ctx, arriving)
     finally:
         watch.put_back()
-    return _Ran(inputs, versions, ctx, returned, gradients, is_random, same)
+    return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, bool(asked) or gradients is None)
 
 
 @contextlib.contextmanager
-def _gradients_put_back() -> Iterator[None]:
+def _gradients_put_back() -> Iterator[Mapping[int, Any]]:
     """What a backward adds to the `.grad` of parameters itself, as that of a reversible block does, is taken back: nothing of this run may stay.
 
-    Every call of autograd on this thread comes by `torch.autograd._engine_run_backward` (read in torch 2.13).
+    Every call of autograd on this thread comes by `torch.autograd._engine_run_backward` (read in torch 2.13). Yields what fills with the leaves
+    that such calls reach: empty for a backward that makes none.
     """
     thread, original = threading.get_ident(), torch.autograd._engine_run_backward
     before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -192,7 +198,7 @@ def _gradients_put_back() -> Iterator[None]:
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run):
         try:
-            yield
+            yield before
         finally:
             for leaf, gradient in before.values():
                 leaf.grad = gradient
@@ -238,6 +244,7 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         found,
         kept_inputs=tuple(i for i, tensor in enumerate(inputs) if i not in found.mutated and tensor.untyped_storage()._cdata in held),
         kept_outputs=tuple(i for i, tensor in enumerate(outputs) if tensor.untyped_storage()._cdata in held),
+        differentiates=ran.differentiates,
     )
 
 

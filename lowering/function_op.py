@@ -74,7 +74,7 @@ class FunctionWriter:
         if self._with_backward is None:
             self._with_backward = {one.args[4] for one in node.graph.find_nodes(op="call_function", target=BACKWARD)}
         call = self._calls[number] = FunctionCall(SITES[number], [value(one) for one in ints])  # type: ignore[index, union-attr]
-        inputs = node.graph.find_nodes(op="placeholder")
+        inputs = node.graph.find_nodes(op="placeholder") if call.site.behaviour.differentiates else ()
         call.inputs = {i: place for i, one in enumerate(tensors) if (place := input_of(one, inputs)) is not None}  # type: ignore[arg-type]
         made = self._op.PythonOp(
             *call.arguments([value(one) for one in tensors], order),  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ class FunctionCall(PythonCall):
         tangents: For each of them, the backward's tangents that its gradient depends on.
         present: For each tensor result, whether the backward's node gets a gradient.
         reads: Where the site's tensors and integers stand among the arguments of the forward's node.
-        inputs: For each of the site's tensors that is an input of the graph, which one.
+        inputs: For each of the site's tensors that is an input of the graph, which one, where its backward may ask autograd for gradients.
     """
 
     def __init__(self, site: Site, ints: Sequence[Any]) -> None:
@@ -175,7 +175,7 @@ class FunctionCall(PythonCall):
         if run is None:
             outputs, _ = function_run.forward(site, tensors, ints, keep=False)
         else:
-            given = {i: run.given[place] for i, place in self.inputs.items()}
+            given = {i: run.given[place] for i, place in self.inputs.items()} if self.inputs else None
             outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True, given=given)
         for i in self._leaving:
             outputs[i] = to_carrier(outputs[i])

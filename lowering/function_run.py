@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ class Pending(NamedTuple):
     ctx: Context
     results: list[torch.Size]
     inputs: list[torch.Size]
-    originals: list[Original]
+    originals: Sequence[Original]
 
 
 def _references(values: list[Any]) -> list[int]:
@@ -36,7 +35,7 @@ _OWN_REFERENCES = _references([object()])[0]
 
 
 def forward(
-    site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, keep: bool, given: Mapping[int, Any] = MappingProxyType({})
+    site: Site, tensors: list[torch.Tensor], ints: Sequence[Any], *, keep: bool, given: Mapping[int, Any] | None = None
 ) -> tuple[list[torch.Tensor], Pending | None]:
     """Runs the forward.
 
@@ -84,8 +83,8 @@ def forward(
         return outputs, None
     if held:
         _protect(known, ctx, held, memory, own)
-    same = [(tensors[i], tensor) for i, tensor in given.items() if i not in known.mutated]
-    return outputs, Pending(ctx, [output.shape for output in made], [tensor.shape for tensor in tensors], originals(ctx, same))
+    same = originals(ctx, [(tensors[i], tensor) for i, tensor in given.items() if i not in known.mutated]) if given else ()
+    return outputs, Pending(ctx, [output.shape for output in made], [tensor.shape for tensor in tensors], same)
 
 
 def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], taken: Sequence[int], is_foreign: bool) -> None:
@@ -150,7 +149,8 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
         RuntimeError: the backward returned what autograd does not accept, or a gradient where it returned None when it was compiled.
     """
     ctx = pending.ctx
-    put_in(ctx, pending.originals)
+    if pending.originals:
+        put_in(ctx, pending.originals)
     arriving = list(gradients)
     if len(arriving) != len(site.behaviour.results) or any(one is None for one in arriving):
         arriving = _for_every_result(site, pending, gradients)

@@ -108,6 +108,7 @@ class Behaviour:
         written: What they are afterwards.
         returned: For each tensor result, the index of the tensor it is, if it is one of these.
         last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one.
+        differentiates: Whether its backward may ask autograd for gradients, which goes by which tensor it is.
     """
 
     results: tuple[Any, ...]
@@ -122,6 +123,7 @@ class Behaviour:
     written: tuple[TensorResult, ...] = ()
     returned: tuple[int | None, ...] = ()
     last: tuple[int, ...] = ()
+    differentiates: bool = True
 
     @property
     def outputs(self) -> list[TensorResult]:

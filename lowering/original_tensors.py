@@ -29,12 +29,10 @@ class Original(NamedTuple):
 
 def originals(ctx: Context, pairs: Iterable[tuple[torch.Tensor, Any]]) -> list[Original]:
     """Those of the pairs of a stand-in and the caller's tensor that matter: the `ctx` holds the one, autograd knows the other."""
-    held = {id(tensor) for tensor in held_tensors(ctx)}
-    return [
-        Original(one, weakref.ref(tensor), tensor.data_ptr())  # weak: a tensor that is written to behind the forward leads back to it
-        for one, tensor in pairs
-        if id(one) in held and isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    ]
+    known = [(one, tensor) for one, tensor in pairs if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    held = {id(tensor) for tensor in held_tensors(ctx)} if known else ()
+    # Weak: a tensor that is written to behind the forward leads back to it.
+    return [Original(one, weakref.ref(tensor), tensor.data_ptr()) for one, tensor in known if id(one) in held]
 
 
 def put_in(ctx: Context, found: Sequence[Original]) -> None:
@@ -48,4 +46,4 @@ def input_of(node: Any, inputs: Sequence[fx.Node]) -> int | None:
     """Which of a graph's inputs a node is, None for what the graph computes."""
     while node.op == "call_function" and node.target in _SAME:
         node = node.args[0]
-    return inputs.index(node) if node.op == "placeholder" else None
+    return inputs.index(node) if node in inputs else None

@@ -375,6 +375,33 @@ def test_a_gradient_of_what_eager_pytorch_computed_that_an_object_has() -> None:
     torch.testing.assert_close(*found)
 
 
+class Scaled(Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        seen.append(type(x).__name__)
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g * weight, (g * x).sum(0)
+
+
+def test_layers_that_differ_in_their_parameters_alone_are_tried_out_once() -> None:
+    seen.clear()
+    weights = [torch.full((5,), float(i), requires_grad=True) for i in range(1, 4)]
+
+    def step(x):
+        for weight in weights:
+            x = Scaled.apply(x, weight)
+        return x.sum()
+
+    torch.compile(step, backend="ort_training", fullgraph=True)(torch.ones(3, 5, requires_grad=True)).backward()
+    assert seen.count("FakeTensor") == 1
+    assert [weight.grad.tolist() for weight in weights] == [[18.0] * 5, [9.0] * 5, [6.0] * 5]
+
+
 class Out(Function):
     """Writes into memory that it makes, on zeros when it is compiled."""
 
