@@ -16,6 +16,7 @@ from torch._functorch.compile_utils import rand_ops
 from ort_backend.boundary import tangent_outputs, written
 from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
@@ -66,6 +67,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     save_bases(forward, backward, num_fwd_outputs)
     lay_out(forward, backward, num_fwd_outputs)
     save_copies(forward, num_fwd_outputs, changing)
+    fuse_cross_entropy(backward.graph, half=False)
     if recomputes:
         delay(backward)
     return Halves(forward, backward, places)

@@ -81,8 +81,8 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     drop_relayouts(graph)
     transform_back(graph)
     simplify_linear_gradients(graph)
-    fuse_cross_entropy(graph, half=False)
-    if not is_half:
+    if not is_half:  # else `split` has
+        fuse_cross_entropy(graph, half=False)
         mark_gradients(graph, everywhere=True)
     select_gradients(graph, lambda node: not strict and far_faster_in_pytorch(node, target))
     drop_known_masks(graph)

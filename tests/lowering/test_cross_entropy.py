@@ -13,7 +13,7 @@ from torch import randint, randn
 from torch.nn import functional as F
 
 import ort_backend
-from ort_backend import joint, regions
+from ort_backend import joint, min_cut
 from ort_backend.runtime import capabilities
 
 
@@ -120,12 +120,21 @@ def test_what_is_not_a_cross_entropy_alone_has_eagers_numbers(fused: list[int], 
 
 
 @pytest.mark.skipif(capabilities.has_training(), reason="about forward and backward in sessions of their own")
+@pytest.mark.parametrize("is_behind_gelu", [False, True], ids=["", "gelu"])
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 1), (torch.bfloat16, 0)])
-def test_it_is_fused_between_sessions_but_in_half_precision(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int) -> None:
+def test_it_is_fused_between_sessions_but_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: int, is_behind_gelu: bool
+) -> None:
     counted: list[int] = []
-    inherited = regions.fuse_cross_entropy
-    monkeypatch.setattr(regions, "fuse_cross_entropy", lambda graph, **how: counted.append(inherited(graph, **how)))
+    inherited = min_cut.fuse_cross_entropy
+    monkeypatch.setattr(min_cut, "fuse_cross_entropy", lambda graph, **how: counted.append(inherited(graph, **how)))
     torch._dynamo.reset()
     error = 2e-2 if dtype is torch.bfloat16 else None
-    _same_as_eager(lambda x, y: F.cross_entropy(x.to(dtype), y, label_smoothing=0.1), randn(6, 5), randint(0, 5, (6,)), error=error)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(x @ x.mT) @ x if is_behind_gelu else x  # large enough for the backward to compute it again, behind the loss's gradient
+        return F.cross_entropy(hidden.to(dtype), y, label_smoothing=0.1)
+
+    rows = 512 if is_behind_gelu else 6
+    _same_as_eager(step, 0.1 * randn(rows, 5), randint(0, 5, (rows,)), error=error)
     assert sum(counted) == expected
