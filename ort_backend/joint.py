@@ -43,6 +43,7 @@ from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tangents import loosen_tangents
+from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -91,6 +92,7 @@ def lower_joint(
         fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
     join_writes(graph, target)
+    add_to_tied_gradients(graph, target)
     keep_probabilities(graph, target)
     choose_products(graph, target)
     loosen_tangents(graph)

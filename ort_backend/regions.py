@@ -42,6 +42,7 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
+from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
@@ -92,6 +93,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     index_rows(graph)
     add_blocks(graph)
     join_writes(graph, target)
+    add_to_tied_gradients(graph, target)
     draws = hoist(graph).draws
     drop_unread(graph)
     refused: dict[fx.Node, str] = {}

@@ -59,12 +59,12 @@ def embedding_dense_backward(
     assert dtype is not None
     if scale_grad_by_freq:
         grad_output = op.Div(grad_output, op.Unsqueeze(frequency(op, as_int64(op, indices), num_weights, dtype), int64s(op, [-1])))
+    if padding_idx >= 0:
+        is_padding = op.Equal(as_int64(op, indices), constant(op, padding_idx, ir.DataType.INT64))
+        grad_output = op.Where(op.Unsqueeze(is_padding, int64s(op, [-1])), constant(op, 0.0, dtype), grad_output)
     width = length(op, grad_output, rank(grad_output) - 1)
     zeros = filled(op, [num_weights, width], 0.0, dtype)
-    total = op.ScatterND(zeros, op.Unsqueeze(as_int64(op, indices), int64s(op, [rank(indices)])), grad_output, reduction="add")
-    if padding_idx < 0:
-        return total
-    return op.ScatterND(total, constant(op, [[padding_idx]], ir.DataType.INT64), filled(op, [1, width], 0.0, dtype))
+    return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, indices), int64s(op, [rank(indices)])), grad_output, reduction="add")
 
 
 def frequency(op: Any, indices: ir.Value, rows: Size, dtype: ir.DataType) -> ir.Value:

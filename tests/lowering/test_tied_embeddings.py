@@ -1,0 +1,85 @@
+"""Gradients of an embedding whose weight has another use: added where they belong, with eager's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from behaviours.check import compiled, same_module, same_tree, twin
+from default_device import DEVICE, ON_CPU, seeded
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ort_backend import joint, regions
+from ort_backend.lowering.passes import tied_embeddings
+
+WORDS = torch.tensor([[3, 0, 3, 1], [6, 3, 2, 0]], device=DEVICE)
+
+
+@pytest.fixture(name="rewritten")
+def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
+    """How many sums each run of the pass rewrote."""
+    return counted("add_to_tied_gradients", tied_embeddings.add_to_tied_gradients, joint, regions)
+
+
+class Model(nn.Module):
+    def __init__(self, padding: int | None = None, *, by_frequency: bool = False, segments: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5, padding_idx=padding, scale_grad_by_freq=by_frequency)
+        with torch.no_grad():
+            self.embedding.weight.copy_(torch.randn(7, 5, generator=seeded(0)))
+        self.segments = segments
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embedding(words)
+        if self.segments:
+            hidden = hidden + self.embedding(words // 3)
+        return F.linear(hidden.tanh(), self.embedding.weight)
+
+
+def _check(model: nn.Module, *batches: Tensor, dynamic: bool | None = None) -> None:
+    model = model.to(DEVICE)
+    other = twin(model)
+    run = compiled(model, dynamic=dynamic)
+    for words in batches:
+        results = run(words), other(words)
+        same_tree(*results)
+        for result in results:
+            (result.square().sum() / 7).backward()
+        same_module(model, other)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="on CUDA as they were")
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(("padding", "segments", "sums"), [(None, False, 1), (3, False, 1), (-1, False, 1), (0, True, 2)])
+def test_tied(rewritten: list[int], padding: int | None, segments: bool, sums: int, dynamic: bool | None) -> None:
+    _check(Model(padding, segments=segments), WORDS, dynamic=dynamic)
+    assert sum(rewritten) == sums
+
+
+@pytest.mark.parametrize("batches", [(WORDS, WORDS[:1], WORDS[:, :3])], ids=["sizes"])
+def test_other_batches(batches: tuple[Tensor, ...]) -> None:
+    _check(Model(1), *batches)
+
+
+def test_gradients_scaled_by_frequency_stay(rewritten: list[int]) -> None:
+    _check(Model(by_frequency=True), WORDS)
+    assert not sum(rewritten)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["alone", "tied"])
+def test_nothing_reaches_the_row_of_padding(is_tied: bool) -> None:
+    """Not even what is infinite, or no number."""
+
+    def step(weight: Tensor, scale: Tensor) -> Tensor:
+        hidden = F.embedding(WORDS, weight, padding_idx=3) * scale
+        return hidden.sum() + weight.square().sum() if is_tied else hidden.sum()
+
+    scale = torch.ones(2, 4, 1, device=DEVICE)
+    scale[WORDS == 3] = torch.tensor([float("nan"), float("inf"), -float("inf")], device=DEVICE)[:, None]
+    own, other = (torch.linspace(-1, 1, 35, device=DEVICE).view(7, 5).requires_grad_() for _ in range(2))
+    compiled(step)(own, scale).backward()
+    step(other, scale).backward()
+    assert own.grad is not None and own.grad.isfinite().all()
+    torch.testing.assert_close(own.grad, other.grad)
