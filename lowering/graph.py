@@ -108,8 +108,10 @@ class GraphLowering:
         return value
 
     def bind(self, node: fx.Node, value: Any) -> None:
-        """Says that `node`'s value is `value`."""
+        """Says that `node`'s value is `value`. Of a loose tangent (`passes.tangents`) the sizes are not known: they may all be 1."""
         fake = node.meta.get("val")
+        if "loose" in node.meta:
+            value.shape = ir.Shape([None] * node.meta["val"].dim())
         if isinstance(fake, torch.SymInt) and isinstance(value, ir.Value):
             self._symbols.remember(fake, value)
         self.env[node] = with_sign(value, fake)
@@ -144,10 +146,7 @@ class GraphLowering:
         return made
 
     def yield_op(self, outputs: Sequence[ir.Value], tangents: Sequence[fx.Node], non_differentiable: Sequence[int]) -> None:
-        """The node at which the forward stops: hands out `outputs`, takes in the `tangents` (one for each differentiable output).
-
-        Of a loose one (`passes.tangents`) the sizes are not known: they may all be 1.
-        """
+        """The node at which the forward stops: hands out `outputs`, takes in the `tangents` (one for each differentiable output)."""
         made = self.op.YieldOp(
             *outputs,
             non_differentiable_outputs=ir.AttrInt64s("non_differentiable_outputs", list(non_differentiable)),
@@ -160,8 +159,6 @@ class GraphLowering:
         for node, value in zip(tangents, values, strict=True):
             value.name = node.name
             self.bind(node, self._calls.stamp(value, node.meta["val"]))
-            if "loose" in node.meta:
-                value.shape = ir.Shape([None] * node.meta["val"].dim())
 
     @property
     def last_python(self) -> ir.Value | None:

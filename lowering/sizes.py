@@ -50,7 +50,7 @@ def _sources(placeholders: Sequence[fx.Node]) -> dict[Any, str]:
             found[fake.node.expr] = f"args[{i}]"
     for i, node in enumerate(placeholders):
         fake = node.meta["val"]
-        for d, size in enumerate(fake.shape if isinstance(fake, torch.Tensor) else ()):
+        for d, size in enumerate(fake.shape if isinstance(fake, torch.Tensor) and "loose" not in node.meta else ()):
             if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
                 found.setdefault(size.node.expr, f"args[{i}].shape[{d}]")
     return found

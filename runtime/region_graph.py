@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ class SessionStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class Zero:
+    """A zero of so many dimensions, each of size 1."""
+
+    dimensions: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def make(self) -> torch.Tensor:
+        return torch.zeros((1,) * self.dimensions, dtype=self.dtype, device=self.device)
+
+
+@dataclasses.dataclass(frozen=True)
 class RegionPlan:
     """What a graph of regions takes, does and gives. It can be pickled where the callables in it can.
 
@@ -80,6 +93,7 @@ class RegionPlan:
         constants: For each result its value where it is a constant.
         draws: Random tensors, drawn from PyTorch's generator in this order before the first step, from the callable's arguments.
         depends_on: For each result, the tangents that it depends on.
+        loose: The tangents that may come with every size 1, each with the zero that it is where autograd has no gradient for it.
     """
 
     steps: tuple[EagerStep | SessionStep, ...]
@@ -89,6 +103,7 @@ class RegionPlan:
     constants: tuple[Any, ...]
     draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
+    loose: Mapping[int, Zero] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +159,7 @@ class RegionGraph:
             self._steps.append((run, freed))
         self._shapes = shapes
         self.results = list(zip(plan.results, plan.constants, strict=True))
+        self.loose = plan.loose
         self._owner = Owner(self.release)
         self.beside: list[RegionGraph] = []
 
@@ -242,8 +258,6 @@ class RegionTraining:
         counts: Counts their runs.
     """
 
-    loose: frozenset[int] = frozenset()  # as in `TrainingGraph`
-
     def __init__(self, plan: RegionTrainingPlan, sessions: Sequence[Session], counts: RunCounts) -> None:
         self._forward = RegionGraph(plan.forward, sessions, counts.ran_forward)
         self._backward = RegionGraph(plan.backward, sessions, counts.ran_backward)
@@ -256,6 +270,7 @@ class RegionTraining:
         self.watches = self.may_be_undefined = plan.tangent_outputs is not None and partial
         self.has_gradient = tuple(place is not None or value is not None for place, value in self._backward.results)
         self._outputs = plan.outputs
+        self.loose = frozenset(plan.backward.loose)
         self.is_differentiable = len(plan.forward.results) > plan.outputs  # or the gradients depend on the tangents alone
 
     def start(self, args: Sequence[Any], *, computed: Sequence[int] | None = None) -> tuple[Values, Values, None]:
@@ -264,12 +279,19 @@ class RegionTraining:
         return results[: self._outputs], results[self._outputs :], None
 
     def resume(self, run: None, tangents: Values, saved: Sequence[Any], undefined: frozenset[int] = frozenset()) -> Values:
-        """Runs the backward: the gradients. `undefined`: the tangents that autograd has no gradient for, zeros."""
+        """Runs the backward: the gradients. `undefined`: the tangents that autograd has no gradient for: zeros, or None where they are loose."""
+        for i in undefined & self.loose:
+            tangents[i] = self._zeros[i]
         if not self.may_be_undefined:
             undefined = frozenset()
         if is_batch(tangents):
             return row_by_row(lambda row, _: self._backward([*saved, *row], undefined), tangents)
         return self._backward([*saved, *tangents], undefined)
+
+    @functools.cached_property
+    def _zeros(self) -> dict[int, torch.Tensor]:
+        """For each loose tangent. Not made while AOTAutograd traces, under whose fake mode they would be fake."""
+        return {i: zero.make() for i, zero in self._backward.loose.items()}
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""

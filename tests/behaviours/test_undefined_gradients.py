@@ -134,7 +134,6 @@ def test_rows_of_a_batch_of_gradients() -> None:
         model.step(do)
 
 
-@single_session
 def test_no_zeros_are_made_for_them() -> None:
     model = Decoder()
     runner = compiled(model)
