@@ -163,7 +163,7 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
     watch, gradients, same = _Watch(inputs), None, []
     asked: Mapping[int, Any] = {}
     try:
-        with watch:
+        with watch, _casts_not_kept():
             ctx, returned = site.forward(inputs, ints)
             is_random = watch.is_random
             if backward and any(site.needs):
@@ -176,6 +176,17 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
     finally:
         watch.put_back()
     return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, bool(asked) or gradients is None)
+
+
+@contextlib.contextmanager
+def _casts_not_kept() -> Iterator[None]:
+    """Autocast keeps its casts of parameters until it ends: those of this run are not for the calls that follow."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager

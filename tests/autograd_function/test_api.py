@@ -262,6 +262,29 @@ def test_custom_fwd_and_bwd_under_autocast() -> None:
     assert set(dtypes) == {(torch.float32, False)}
 
 
+def test_a_module_under_autocast() -> None:
+    class Called(Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 2, None
+
+    gradients, module = [], nn.Linear(3, 3).to(DEVICE)
+    for compile_it in (True, False):
+        run = torch.compile(Called.apply, backend="ort_training", fullgraph=True) if compile_it else Called.apply
+        (x,) = leaves((4, 3))
+        with torch.autocast(DEVICE, torch.bfloat16):
+            y = run(x, module)
+            z = module(x)  # by the cast that the first call of the module has left
+        z.sum().backward()
+        gradients.append((y, z, *(one.grad.clone() for one in module.parameters())))
+        module.zero_grad()
+    torch.testing.assert_close(*gradients)
+
+
 def test_hooks_on_outputs() -> None:
     def model(x):
         y = Scale.apply(x)
