@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ort_backend.lowering import object_state
 from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
 from ort_backend.lowering.original_tensors import Original, originals, put_in
 
@@ -155,6 +156,11 @@ class _Watch(TorchDispatchMode):
                         tensor.copy_(before)
 
 
+def _objects(site: Site) -> list[Any]:
+    leaves = pytree.tree_leaves(site.template, is_leaf=stands_for)
+    return [leaf.value() if isinstance(leaf, Reference) else leaf for leaf in leaves if not isinstance(leaf, Slot)]
+
+
 def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backward: bool) -> _Ran:
     for i, tensor in enumerate(inputs):
         if site.needs_gradient(i):
@@ -163,7 +169,7 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
     watch, gradients, same = _Watch(inputs), None, []
     asked: Mapping[int, Any] = {}
     try:
-        with watch, _casts_not_kept():
+        with watch, _casts_not_kept(), object_state.put_back(_objects(site)):
             ctx, returned = site.forward(inputs, ints)
             is_random = watch.is_random
             if backward and any(site.needs):
@@ -239,7 +245,7 @@ def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | Non
 
 
 def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
-    with mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
+    with _own_random_state(), mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
         inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         ran = _run(site, inputs, ints, backward=True)
     found = _described(site, ran)
@@ -330,7 +336,7 @@ def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbo
 
 def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], enlarged: dict[str, int], *, backward: bool, value: int = 0) -> _Ran:
     sizes = [[_size(size, enlarged) for size in tensor.shape] for tensor in tensors]
-    with unset_fake_temporarily(), _own_random_state():
+    with unset_fake_temporarily(), _own_random_state(), torch.random.fork_rng():
         inputs = [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)]
         return _run(site, inputs, [_size(value, enlarged) for value in ints], backward=backward)
 
@@ -375,10 +381,10 @@ def _unknown_numbers(mode: FakeTensorMode) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _own_random_state() -> Iterator[None]:
+    """Of Python and numpy; PyTorch draws nothing on fake tensors."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng():
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)

@@ -355,6 +355,71 @@ def test_gradients_of_parameters_that_a_block_reads_by_itself(unused: bool, chec
     torch.testing.assert_close(*found)
 
 
+class Remembering(torch.nn.Module):
+    """Keeps what it made in its first call, in each of the places there are for it, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.settings = torch.nn.Linear(4, 4), Settings()
+        self.table, self.tables, self.listed, self.calls = None, {}, [], 0
+        self.register_buffer("buffer", None)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.table is None:
+            self.table = self.tables[4] = torch.arange(4.0)
+            self.settings.table = self.buffer = torch.ones(4)
+            self.listed.append(self.table)
+        self.mean = self.mean * 0.5 + x.detach().mean(0)
+        return self.linear(x) * self.table * self.buffer + self.settings.table * self.tables[4] * self.listed[0] + self.mean
+
+
+class Settings:
+    table: Any = None
+
+
+class Called(Function):
+    """Calls what it gets, in its forward and in its backward, and draws a number."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module, ctx.scale = module, np.random.rand()
+        ctx.save_for_backward(x)
+        return module(x) * ctx.scale
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            ctx.module(x).backward(g * ctx.scale)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("numpy", [False, True], ids=["fake", "numpy"])
+def test_nothing_of_the_run_that_tries_it_out_stays_with_a_module(numpy: bool) -> None:
+    class Tried(Called):
+        @staticmethod
+        def forward(ctx, x, module):
+            return Called.forward(ctx, torch.from_numpy(x.numpy()) if numpy else x, module)
+
+    found = []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        module = Remembering()
+        run = torch.compile(Tried.apply, backend="ort_training", fullgraph=True) if compile_it else Tried.apply
+        results = []
+        for size in (3, 5, 7):
+            x = torch.randn(size, 4, requires_grad=True)
+            y = run(x, module)
+            y.sum().backward()
+            results += [y, x.grad, module.calls, module.mean.clone(), len(module.listed)]
+        found.append([*results, module.linear.weight.grad, module.table, module.settings.table, np.random.rand()])
+    torch.testing.assert_close(*found)
+
+
 class Polynomial:
     def __init__(self, a: torch.Tensor) -> None:
         self.a = a
