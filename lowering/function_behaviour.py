@@ -197,21 +197,37 @@ def _casts_not_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gradients_put_back() -> Iterator[Mapping[int, Any]]:
-    """What a backward adds to the `.grad` of parameters itself, as that of a reversible block does, is taken back: nothing of this run may stay.
+    """What a backward adds to the `.grad` of parameters itself, as that of a reversible block does, is taken back, and hooks on these
+    do not run: nothing of this run may stay.
 
     Every call of autograd on this thread comes by `torch.autograd._engine_run_backward` (read in torch 2.13). Yields what fills with the leaves
     that such calls reach: empty for a backward that makes none.
     """
     thread, original = threading.get_ident(), torch.autograd._engine_run_backward
     before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    hooks: list[tuple[Any, Any]] = []
 
-    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread:
-            for leaf in _leaves(outputs):
-                if id(leaf) not in before:
-                    before[id(leaf)] = (leaf, leaf.grad)
-                    leaf.grad = None
-        return original(outputs, *args, **kwargs)
+    def run(outputs: Sequence[Any], gradients: Any, retain: Any, create: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        leaves = list(_leaves(outputs))
+        for leaf in leaves:
+            if id(leaf) not in before:
+                before[id(leaf)] = (leaf, leaf.grad)
+                leaf.grad = None
+                found = [one for one in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if one]
+                hooks.extend((one, one.copy()) for one in found)
+                for one in found:
+                    one.clear()
+        if not kwargs.get("accumulate_grad") or not all(isinstance(one, torch.Tensor) for one in inputs):
+            return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        # Past the nodes that add to `.grad`: DDP has hooks on these.
+        inputs = inputs or leaves
+        made = original(outputs, gradients, retain, create, tuple(inputs), *args, **{**kwargs, "accumulate_grad": False}) if inputs else ()
+        for one, gradient in zip(inputs, made):
+            if gradient is not None:
+                one.grad = gradient if one.grad is None else one.grad + gradient
+        return made
 
     with mock.patch.object(torch.autograd, "_engine_run_backward", run):
         try:
@@ -219,6 +235,8 @@ def _gradients_put_back() -> Iterator[Mapping[int, Any]]:
         finally:
             for leaf, gradient in before.values():
                 leaf.grad = gradient
+            for one, kept in hooks:
+                one.update(kept)
 
 
 def _leaves(outputs: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -420,6 +420,28 @@ def test_nothing_of_the_run_that_tries_it_out_stays_with_a_module(numpy: bool) -
     torch.testing.assert_close(*found)
 
 
+def test_hooks_on_parameters_do_not_run_where_a_backward_is_tried_out() -> None:
+    found = []
+    for compile_it in (True, False):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        module, seen = torch.nn.Linear(4, 4), []
+        optimizers = {one: torch.optim.Adam([one]) for one in module.parameters()}
+
+        def update(parameter, optimizers=optimizers):
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for one in module.parameters():
+            one.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
+            one.register_post_accumulate_grad_hook(update)
+        run = torch.compile(Called.apply, backend="ort_training", fullgraph=True) if compile_it else Called.apply
+        for size in (3, 5):
+            run(torch.randn(size, 4, requires_grad=True), module).sum().backward()
+        found.append([*seen, *module.parameters(), *(len(one.state) for one in optimizers.values())])
+    torch.testing.assert_close(*found)
+
+
 class Polynomial:
     def __init__(self, a: torch.Tensor) -> None:
         self.a = a
