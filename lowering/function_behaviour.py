@@ -10,22 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ort_backend.lowering import object_state
+from ort_backend.lowering import object_state, trial
 from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
 from ort_backend.lowering.original_tensors import Original, originals, put_in
 
@@ -128,35 +123,8 @@ class _Ran:
     differentiates: bool
 
 
-class _Watch(TorchDispatchMode):
-    """Sees whether anything is drawn from a random generator, and remembers what is written to, but for `own` tensors of the run."""
-
-    def __init__(self, own: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.is_random = False
-        self._known = {id(tensor) for tensor in own}
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.is_random |= torch.Tag.nondeterministic_seeded in func.tags
-        if func._schema.is_mutable or "batch_norm" in func._opname:  # the schema of `native_batch_norm` does not tell of its running averages
-            with unset_fake_temporarily():
-                for leaf in pytree.tree_leaves((args, kwargs)):
-                    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, FakeTensor) and id(leaf) not in self._known:
-                        self._known.add(id(leaf))
-                        self._before.append((leaf, leaf.detach().clone()))
-        return func(*args, **(kwargs or {}))
-
-    def put_back(self) -> None:
-        """Undoes the writes, such as a BatchNorm's into its counter of batches: a fake mode computes with numbers that are there for real."""
-        with unset_fake_temporarily(), torch.no_grad():
-            for tensor, before in self._before:
-                if tensor.shape == before.shape:  # not an `out=` that was empty
-                    with torch.autograd._unsafe_preserve_version_counter(tensor):
-                        tensor.copy_(before)
-
-
 def _objects(site: Site) -> list[Any]:
+    """What the Function gets besides tensors and sizes."""
     leaves = pytree.tree_leaves(site.template, is_leaf=stands_for)
     return [leaf.value() if isinstance(leaf, Reference) else leaf for leaf in leaves if not isinstance(leaf, Slot)]
 
@@ -166,10 +134,10 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
         if site.needs_gradient(i):
             tensor.requires_grad_()
     versions = [tensor._version for tensor in inputs]
-    watch, gradients, same = _Watch(inputs), None, []
+    watch, gradients, same = trial.Watch(inputs), None, []
     asked: Mapping[int, Any] = {}
     try:
-        with watch, _casts_not_kept(), object_state.put_back(_objects(site)):
+        with watch, trial.casts_not_kept(), object_state.put_back(_objects(site)):
             ctx, returned = site.forward(inputs, ints)
             is_random = watch.is_random
             if backward and any(site.needs):
@@ -177,81 +145,11 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
                 marked = {id(tensor) for tensor in ctx.non_differentiable}
                 arriving = [_gradient(result, ctx, marked) for result in results]
                 put_in(ctx, same := originals(ctx, zip(inputs, (one and one() for one in site.originals))))
-                with contextlib.suppress(Exception), _gradients_put_back() as asked:  # the forward's results are known all the same
+                with contextlib.suppress(Exception), trial.gradients_put_back() as asked:  # the forward's results are known all the same
                     gradients = site.backward(ctx, arriving)
     finally:
         watch.put_back()
     return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, bool(asked) or gradients is None)
-
-
-@contextlib.contextmanager
-def _casts_not_kept() -> Iterator[None]:
-    """Autocast keeps its casts of parameters until it ends: those of this run are not for the calls that follow."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
-@contextlib.contextmanager
-def _gradients_put_back() -> Iterator[Mapping[int, Any]]:
-    """What a backward adds to the `.grad` of parameters itself, as that of a reversible block does, is taken back, and hooks on these
-    do not run: nothing of this run may stay.
-
-    Every call of autograd on this thread comes by `torch.autograd._engine_run_backward` (read in torch 2.13). Yields what fills with the leaves
-    that such calls reach: empty for a backward that makes none.
-    """
-    thread, original = threading.get_ident(), torch.autograd._engine_run_backward
-    before: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    hooks: list[tuple[Any, Any]] = []
-
-    def run(outputs: Sequence[Any], gradients: Any, retain: Any, create: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
-        leaves = list(_leaves(outputs))
-        for leaf in leaves:
-            if id(leaf) not in before:
-                before[id(leaf)] = (leaf, leaf.grad)
-                leaf.grad = None
-                found = [one for one in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if one]
-                hooks.extend((one, one.copy()) for one in found)
-                for one in found:
-                    one.clear()
-        if not kwargs.get("accumulate_grad") or not all(isinstance(one, torch.Tensor) for one in inputs):
-            return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
-        # Past the nodes that add to `.grad`: DDP has hooks on these.
-        inputs = inputs or leaves
-        made = original(outputs, gradients, retain, create, tuple(inputs), *args, **{**kwargs, "accumulate_grad": False}) if inputs else ()
-        for one, gradient in zip(inputs, made):
-            if gradient is not None:
-                one.grad = gradient if one.grad is None else one.grad + gradient
-        return made
-
-    with mock.patch.object(torch.autograd, "_engine_run_backward", run):
-        try:
-            yield before
-        finally:
-            for leaf, gradient in before.values():
-                leaf.grad = gradient
-            for one, kept in hooks:
-                one.update(kept)
-
-
-def _leaves(outputs: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors into whose `.grad` a backward from tensors, or gradient edges, may write."""
-    waiting = [
-        one.node if isinstance(one, torch.autograd.graph.GradientEdge) else torch.autograd.graph.get_gradient_edge(one).node for one in outputs
-    ]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            yield leaf
-        following = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= following
-        waiting.extend(following)
 
 
 def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | None:
@@ -263,7 +161,7 @@ def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | Non
 
 
 def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
-    with _own_random_state(), mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
+    with trial.own_random_state(), mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
         inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
         ran = _run(site, inputs, ints, backward=True)
     found = _described(site, ran)
@@ -354,7 +252,7 @@ def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbo
 
 def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], enlarged: dict[str, int], *, backward: bool, value: int = 0) -> _Ran:
     sizes = [[_size(size, enlarged) for size in tensor.shape] for tensor in tensors]
-    with unset_fake_temporarily(), _own_random_state(), torch.random.fork_rng():
+    with unset_fake_temporarily(), trial.own_random_state(), torch.random.fork_rng():
         inputs = [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)]
         return _run(site, inputs, [_size(value, enlarged) for value in ints], backward=backward)
 
@@ -395,17 +293,6 @@ def _allow_real_tensors(mode: FakeTensorMode) -> Iterator[None]:
 def _unknown_numbers(mode: FakeTensorMode) -> contextlib.AbstractContextManager[Any]:
     """Lets the user's code ask for numbers that depend on data: the symbols that stand for them are nobody else's (read in torch 2.13)."""
     return mode.shape_env.ignore_fresh_unbacked_symbols() if mode.shape_env is not None else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Of Python and numpy; PyTorch draws nothing on fake tensors."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _results(returned: Any) -> tuple[tuple[Any, ...], bool]:
