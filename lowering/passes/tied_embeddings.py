@@ -22,6 +22,8 @@ _EMBEDDING_BACKWARD = aten.embedding_dense_backward.default
 def add_to_tied_gradients(graph: fx.Graph, target: OrtTarget) -> int:
     """Rewrites, in place, on the CPU, sums of an embedding's gradient and another tensor of its shape.
 
+    Not in half precision, in which ScatterND has no kernel there: the whole tensor would be cast there and back.
+
     Returns:
         How many there were.
     """
@@ -60,7 +62,8 @@ def _is_gradient_alone(node: Any) -> bool:
     if not isinstance(node, fx.Node) or node.target is not _EMBEDDING_BACKWARD or len(node.users) != 1:
         return False
     given = arguments_of(node)
-    return isinstance(given["padding_idx"], int) and not given["scale_grad_by_freq"]
+    is_full = node.meta["val"].dtype in (torch.float32, torch.float64)
+    return is_full and isinstance(given["padding_idx"], int) and not given["scale_grad_by_freq"]
 
 
 def _alike(one: Any, other: fx.Node) -> bool:

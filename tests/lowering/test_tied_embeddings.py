@@ -68,6 +68,12 @@ def test_gradients_scaled_by_frequency_stay(rewritten: list[int]) -> None:
     assert not sum(rewritten)
 
 
+def test_half_precision_stays(rewritten: list[int]) -> None:
+    model = Model(1).to(DEVICE, torch.bfloat16)
+    compiled(model)(WORDS).float().square().mean().backward()
+    assert model.embedding.weight.grad is not None and not sum(rewritten)
+
+
 @pytest.mark.parametrize("is_tied", [False, True], ids=["alone", "tied"])
 def test_nothing_reaches_the_row_of_padding(is_tied: bool) -> None:
     """Not even what is infinite, or no number."""
