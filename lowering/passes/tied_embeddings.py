@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import arguments_of, call_beside
+from ort_backend.lowering.symbolic import have_same_sizes
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -68,4 +69,4 @@ def _is_gradient_alone(node: Any) -> bool:
 
 def _alike(one: Any, other: fx.Node) -> bool:
     one, other = one.meta["val"], other.meta["val"]
-    return isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.shape == other.shape
+    return isinstance(other, torch.Tensor) and one.dtype == other.dtype and have_same_sizes(one.shape, other.shape)
