@@ -42,12 +42,13 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
-from ort_backend.lowering.passes.tangents import loosen_tangents
+from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
+from ort_backend.runtime.loose_tangents import zeros_for
 from ort_backend.runtime.training_graph import TrainingPlan
 from ort_backend.target import OrtTarget
 
@@ -126,7 +127,7 @@ def lower_joint(
         changing=partition.changing,
         depends_on=partition.depends_on,
         tangent_outputs=tangent_outputs(graph, len(partition.outputs), partition.tangents),
-        loose={i: node.meta["val"].dim() for i, node in enumerate(partition.tangents) if "loose" in node.meta},
+        loose=zeros_for(loose_among(partition.tangents)),
     )
     return TrainingLowering(lowered, plan, partition)
 

@@ -42,7 +42,7 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
-from ort_backend.lowering.passes.tangents import loosen_tangents
+from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.provenance import operator_name, user_line
@@ -50,7 +50,8 @@ from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, 
 from ort_backend.lowering.sizes import evaluator
 from ort_backend.lowering.symbolic import hint
 from ort_backend.runtime.binding import Output
-from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep, Zero
+from ort_backend.runtime.loose_tangents import zeros_for
+from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
 from ort_backend.target import OrtTarget
 
 
@@ -288,7 +289,7 @@ class _Writer:
             constants=tuple(None if isinstance(node, fx.Node) else node for node in results),
             draws=self._draws,
             depends_on=self._depend_on(results),
-            loose={i: _zero_of(node.meta["val"]) for i, node in enumerate(self._tangents) if "loose" in node.meta},
+            loose=zeros_for(loose_among(self._tangents)),
         )
 
     def _depend_on(self, gradients: Any) -> tuple[frozenset[int], ...]:
@@ -379,10 +380,6 @@ class _Writer:
             seen |= last
             freed.append(tuple(sorted(last)))
         return tuple(reversed(freed))
-
-
-def _zero_of(fake: torch.Tensor) -> Zero:
-    return Zero(fake.dim(), fake.dtype, fake.device)
 
 
 def _is_fixed(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:

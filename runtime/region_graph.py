@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
+from ort_backend.runtime import loose_tangents
 from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, ort_device
@@ -68,18 +69,6 @@ class SessionStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero:
-    """A zero of so many dimensions, each of size 1."""
-
-    dimensions: int
-    dtype: torch.dtype
-    device: torch.device
-
-    def make(self) -> torch.Tensor:
-        return torch.zeros((1,) * self.dimensions, dtype=self.dtype, device=self.device)
-
-
-@dataclasses.dataclass(frozen=True)
 class RegionPlan:
     """What a graph of regions takes, does and gives. It can be pickled where the callables in it can.
 
@@ -103,7 +92,7 @@ class RegionPlan:
     constants: tuple[Any, ...]
     draws: tuple[Callable[[Sequence[Any]], torch.Tensor], ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
-    loose: Mapping[int, Zero] = dataclasses.field(default_factory=dict)
+    loose: Mapping[int, loose_tangents.Zero] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +279,7 @@ class RegionTraining:
 
     @functools.cached_property
     def _zeros(self) -> dict[int, torch.Tensor]:
-        """For each loose tangent. Not made while AOTAutograd traces, under whose fake mode they would be fake."""
-        return {i: zero.make() for i, zero in self._backward.loose.items()}
+        return loose_tangents.made(self._backward.loose)
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""

@@ -16,7 +16,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
-from ort_backend.runtime import fsdp
+from ort_backend.runtime import fsdp, loose_tangents
 from ort_backend.runtime.autograd_node import node_of
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
@@ -49,7 +49,7 @@ class TrainingPlan:
         changing: Those of them that the program writes to behind the forward: what runs reads a copy.
         depends_on: For each result of the backward, the tangents that it depends on.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
-        loose: The number of dimensions of each tangent that may come with every size 1.
+        loose: The tangents that may come with every size 1, each with the zero that it is where autograd has no gradient for it.
     """
 
     inputs: tuple[Input, ...]
@@ -67,7 +67,7 @@ class TrainingPlan:
     changing: tuple[int, ...] = ()
     depends_on: tuple[frozenset[int], ...] = ()
     tangent_outputs: tuple[int, ...] | None = None
-    loose: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    loose: Mapping[int, loose_tangents.Zero] = dataclasses.field(default_factory=dict)
 
 
 class _Run:
@@ -249,12 +249,7 @@ class TrainingGraph:
 
     @functools.cached_property
     def _zeros(self) -> dict[int, torch.Tensor]:
-        """For each loose tangent. Not made while AOTAutograd traces, under whose fake mode they would be fake."""
-        return {
-            one.position: torch.zeros((1,) * self._plan.loose[one.position], dtype=one.dtype, device=one.device)
-            for one in self._plan.tangents
-            if one.position in self.loose
-        }
+        return loose_tangents.made(self._plan.loose)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """AOTAutograd's forward. Takes the primals (the list is emptied); returns outputs, saved tensors and the token."""

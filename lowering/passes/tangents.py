@@ -6,6 +6,8 @@ tangent for each of the others all the same: zeros as large as the result, that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
@@ -37,6 +39,11 @@ def loosen_tangents(graph: fx.Graph) -> int:
             _add(added, tangent, other)
             tangent.meta["loose"] = True
     return sum("loose" in node.meta for node in tangents)
+
+
+def loose_among(tangents: Sequence[fx.Node]) -> dict[int, torch.Tensor]:
+    """Those of the tangents that are marked, by their place: fake tensors."""
+    return {i: node.meta["val"] for i, node in enumerate(tangents) if "loose" in node.meta}
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
