@@ -191,7 +191,7 @@ def direct(
             del grads
             undefined = _fill(tangents, ctx.shapes) if several else _NONE
             _check_backward(plan, tangents)
-            saved = ctx.saved_tensors  # raises PyTorch's errors: for what was modified in place, and where it was freed
+            saved = list(ctx.saved_tensors)  # raises PyTorch's errors: for what was modified in place, and where it was freed
             if torch.is_grad_enabled():
                 known = [*tangents, *saved, *(_sources(ctx) if training.is_differentiable else ())]
                 reached = [one for one in known if isinstance(one, torch.Tensor) and one.requires_grad]

@@ -267,15 +267,21 @@ class RegionTraining:
         results = self._forward(list(args))
         return results[: self._outputs], results[self._outputs :], None
 
-    def resume(self, run: None, tangents: Values, saved: Sequence[Any], undefined: frozenset[int] = frozenset()) -> Values:
-        """Runs the backward: the gradients. `undefined`: the tangents that autograd has no gradient for: zeros, or None where they are loose."""
+    def resume(self, run: None, tangents: Values, saved: Values, undefined: frozenset[int] = frozenset()) -> Values:
+        """Runs the backward: the gradients. Both lists are emptied, so that each saved value goes when it has been read.
+
+        `undefined`: the tangents that autograd has no gradient for: zeros, or None where they are loose.
+        """
         for i in undefined & self.loose:
             tangents[i] = self._zeros[i]
         if not self.may_be_undefined:
             undefined = frozenset()
         if is_batch(tangents):
             return row_by_row(lambda row, _: self._backward([*saved, *row], undefined), tangents)
-        return self._backward([*saved, *tangents], undefined)
+        args = [*saved, *tangents]
+        saved.clear()
+        tangents.clear()
+        return self._backward(args, undefined)
 
     @functools.cached_property
     def _zeros(self) -> dict[int, torch.Tensor]:
