@@ -29,6 +29,7 @@ from ort_backend.lowering.ops.convolution import is_pointwise
 from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
+from ort_backend.lowering.region_memory import cut, saved_values
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -66,7 +67,7 @@ class Schedule:
     """A graph as a sequence of steps.
 
     Attributes:
-        steps: In the order in which they run; no two neighbours are of one kind.
+        steps: In the order in which they run. Neighbours are of one kind only where they are parts of what would hold too much memory.
         free: Nodes that are in no step: views, sizes and constants, which are computed wherever they are read.
         reasons: Why each node in PyTorch is there, in graph order.
         trial: The lowering by which it was found out what ONNX Runtime can run, if that is one session.
@@ -102,6 +103,8 @@ def schedule(graph: fx.Graph, target: OrtTarget, refused: dict[fx.Node, str], *,
             break
         reasons.update(dict.fromkeys(small, TOO_SMALL))
         steps = _phases(nodes, needs, reasons)
+    if not target.cuda_graphs:  # each captured run has memory of its own
+        steps = _in_parts(steps, graph, free)
     is_one = sum(step.on_ort for step in steps) == 1 and TOO_SMALL not in reasons.values()
     return Schedule(steps, free, {node: reasons[node] for node in nodes if node in reasons}, trial if is_one else None)
 
@@ -284,6 +287,26 @@ def _alternate(nodes: Sequence[fx.Node], needs: dict[fx.Node, set[fx.Node]], rea
             steps.append(Step(tuple(sorted(run)), on_ort))
         on_ort = not on_ort
     return tuple(steps)
+
+
+def _in_parts(steps: Sequence[Step], graph: fx.Graph, free: frozenset[fx.Node]) -> tuple[Step, ...]:
+    """The steps, those sessions divided that would hold much of what the forward has saved, or other steps have made, until their end."""
+    saved = set(saved_values(graph))
+    if not saved:  # what a forward takes is the caller's
+        return tuple(steps)
+    reads = {node: set(frontier(node.all_input_nodes, free)) for step in steps for node in step.nodes}
+    reader = {source: i for i, step in enumerate(steps) for node in step.nodes for source in reads[node]}
+    results = set(frontier(list(graph.output_node().args[0]), free))  # type: ignore[arg-type]
+    made = {node: i for i, step in enumerate(steps) for node in step.nodes}
+    parts: list[Step] = []
+    for i, step in enumerate(steps):
+        if not step.on_ort:
+            parts.append(step)
+            continue
+        going = [node for node, j in reader.items() if j == i and node not in results and (node in saved or made.get(node, i) < i)]
+        wanted = {node for node in step.nodes if node in results or reader.get(node, i) > i}
+        parts.extend(Step(tuple(nodes), True) for nodes in cut(step.nodes, reads, going, wanted))
+    return tuple(parts)
 
 
 def _is_small(step: Step) -> bool:

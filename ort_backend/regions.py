@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,9 +45,9 @@ from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.provenance import operator_name, user_line
+from ort_backend.lowering.region_memory import byte_count, saved_values
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.sizes import evaluator
-from ort_backend.lowering.symbolic import hint
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.loose_tangents import zeros_for
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
@@ -119,7 +118,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         outside=tuple(outside),
         fx_nodes=sum(not is_value(node) for step in plan.steps for node in step.nodes),
         onnx_nodes=sum(model.onnx_nodes for model in models) + len(outside) + len(calls),
-        kept_bytes=_kept_bytes(graph),
+        kept_bytes=sum(byte_count(node.meta.get("val")) for node in saved_values(graph)),  # for the example sizes
         functions=tuple(SITES[node.args[2]].name for node in calls if node.target is FORWARD and not is_backward),  # type: ignore[index]
         sessions=len(models),
         python_ops=False,
@@ -389,16 +388,3 @@ def _is_fixed(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
     sizes = [size for fake in outputs if isinstance(fake, torch.Tensor) for size in fake.shape]
     devices = {fake.device.type if isinstance(fake, torch.Tensor) else "number" for fake in (*inputs, *outputs)}
     return all(isinstance(size, int) for size in sizes) and len(devices) == 1
-
-
-def _kept_bytes(graph: fx.Graph) -> int:
-    """Bytes of what a backward graph gets from its forward, for the example sizes, without parameters and inputs."""
-    saved = [node for node in graph.nodes if node.op == "placeholder" and not node.name.startswith(("tangents", "primals", "random"))]
-    backward = any(node.name.startswith("tangents") for node in graph.nodes)
-    return sum(_bytes(node.meta.get("val")) for node in saved) if backward else 0
-
-
-def _bytes(fake: Any) -> int:
-    if not isinstance(fake, torch.Tensor):
-        return 0
-    return math.prod(map(hint, fake.shape)) * fake.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import compiler, min_cut, regions
-from ort_backend.lowering import dense_products
+from ort_backend.lowering import dense_products, region_memory
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.regions import SLOWER
 from ort_backend.runtime import capabilities
@@ -367,6 +368,62 @@ def test_values_go_with_their_last_reader() -> None:
             alive.append(sum(one() is not None for one in RESULTS[: i + 1]))
         gc.collect()
     assert len(RESULTS) == 6 and sum(one() is not None for one in RESULTS) == 0
+
+
+class _Watch(torch.autograd.Function):
+    """Counts in its backward the tensors of a shape that are alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        ctx.shape = shape
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ALIVE.append(sum(type(one) is torch.Tensor and one.shape == ctx.shape for one in gc.get_objects()))
+        return gradient.clone(), None
+
+
+ALIVE: list[int] = []
+
+
+def test_saved_values_go_when_the_backward_has_read_them() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (_Watch.apply(x, (8, 33)) @ w).exp().sin().exp().sum()
+
+    step, w = compiled(function), torch.randn(16, 33).requires_grad_()
+    step(X, w).backward()
+    ALIVE.clear()
+    for _ in range(2):
+        step(X, w).backward()
+    assert ALIVE == [0, 0]
+    X.grad = None
+
+
+def test_a_backward_that_would_hold_much_memory_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_memory, "HELD", 512)
+    model = nn.Sequential(*[module for _ in range(6) for module in (nn.Linear(16, 16), nn.Tanh())])
+    (graph,) = same_as_eager(model, call(X), graphs=1).graphs
+    assert graph.sessions > 3
+
+
+def test_parts_pass_on_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_memory, "HELD", 4 * 10)
+    graph = fx.Graph()
+    saved = [graph.placeholder(f"saved_{i}") for i in range(6)]
+    nodes: list[fx.Node] = []
+    for one in saved:
+        wide = graph.call_function(aten.sort.default, (one,))
+        values, _ = (graph.call_function(operator.getitem, (wide, i)) for i in range(2))
+        nodes += [wide, values, graph.call_function(aten.sum.default, (values,))]
+    for node in graph.nodes:
+        node.meta["val"] = torch.empty(() if node.target is aten.sum.default else 10, device="meta")
+    for wide in nodes[::3]:
+        wide.meta["val"] = (torch.empty(10), torch.empty(10))
+    reads = {node: set(node.all_input_nodes) for node in nodes}
+    parts = region_memory.cut(nodes, reads, saved, set())
+    assert [len(part) for part in parts] == [3] * 6 and [node for part in parts for node in part] == nodes
+    assert region_memory.cut(nodes, reads, saved[:1], set()) == [nodes]
 
 
 @torch.library.custom_op("regions::widened", mutates_args=())
