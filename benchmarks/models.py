@@ -220,6 +220,14 @@ def bert(layers: int = 6, width: int = 384, batch: int = 4, length: int = 128, h
     return BertForMaskedLM(config), lambda: _tokens(vocabulary, batch, length, "input_ids", "labels")
 
 
+def gpt2(batch: int = 2, length: int = 256) -> Made:
+    """GPT-2 small: the embedding's weight is the last layer's, too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    return GPT2LMHeadModel(config), lambda: _tokens(config.vocab_size, batch, length, "input_ids", "labels")
+
+
 def llama(layers: int = 4, width: int = 256, batch: int = 4, length: int = 128, heads: int = 4, vocabulary: int = 4000) -> Made:
     """RMSNorm, rotary embeddings, SwiGLU; two heads of queries share one of keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -287,6 +295,13 @@ _ALL = (
     Workload("unet", "32 to 128 channels, 2 images of 64 x 64", unet),
     Workload("test", "a few weights, for the tests of this suite", lambda: mlp(16, 1, 4)),
 )
+# Real sizes with batches for one core of a CPU: some seconds a step.
+_REAL = (
+    Workload("bert-base-cpu", "12 layers, d = 768, 4 x 128 tokens", lambda: bert(12, 768, head=64, vocabulary=30522)),
+    Workload("gpt2-small-cpu", "12 layers, d = 768, 2 x 256 tokens", gpt2),
+    Workload("vit-b-cpu", "12 layers, d = 768, 4 images of 224 x 224", lambda: vit(12, 768, 4)),
+    Workload("llama-110m-cpu", "12 layers, d = 768, GQA, 2 x 256 tokens", lambda: llama(12, 768, 2, 256, heads=12, vocabulary=8000)),
+)
 # Real sizes, for a GPU.
 _LARGE = (
     Workload("gpt2-small", "12 layers, d = 768, 8 x 1024 tokens", lambda: gpt(12, 768, 8, 1024, vocabulary=50304)),
@@ -296,7 +311,8 @@ _LARGE = (
     Workload("vit-b", "12 layers, d = 768, 64 images of 224 x 224", lambda: vit(12, 768, 64)),
     Workload("resnet50-224", "64 images of 224 x 224", lambda: resnet50(64, 224), learning_rate=1e-4),
 )
-WORKLOADS = {workload.name: workload for workload in (*_ALL, *_LARGE)}
+WORKLOADS = {workload.name: workload for workload in (*_ALL, *_REAL, *_LARGE)}
+REAL = tuple(workload.name for workload in _REAL)
 LARGE = tuple(workload.name for workload in _LARGE)
 DEFAULT = tuple(workload.name for workload in _ALL if workload.name != "test")
 QUICK = tuple(workload.name for workload in _ALL if workload.quick)
