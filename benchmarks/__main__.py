@@ -33,7 +33,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_subparsers(dest="action", required=True).add_parser("run", help="measure, and write the report")
     run.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and fewer rounds")
-    run.add_argument("--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=f"from {', '.join((*DEFAULT, *REAL))}; on CUDA: {', '.join(LARGE)}")
+    run.add_argument(
+        "--models", nargs="+", choices=WORKLOADS, metavar="MODEL", help=f"from {', '.join((*DEFAULT, *REAL))}; on CUDA: {', '.join(LARGE)}"
+    )
     run.add_argument("--backends", nargs="+", default=BACKENDS, metavar="BACKEND", help=f"default: {' '.join(BACKENDS)}; eager always runs")
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     run.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="default: float32; on CUDA bfloat16 autocast as well")

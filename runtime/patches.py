@@ -27,6 +27,19 @@ _REPLACED: tuple[tuple[Any, str, str], ...] = (
 _TRAINING = "onnxruntime.training"
 
 
+def _passing_on(original_checkpoint: Any, outside_kwarg_params: Any) -> Any:
+    """A function over the same variables as the replacement of `checkpoint`. Dynamo does not follow what stands in ONNX Runtime's files."""
+
+    def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+        outside_kwarg_params  # noqa: B018
+        return original_checkpoint(function, *args, **kwargs)
+
+    return checkpoint
+
+
+_PASSES_ON = _passing_on(None, None).__code__
+
+
 def import_onnxruntime() -> None:
     """Imports `onnxruntime`; `onnxruntime.training` can be imported afterwards, by those who want it."""
     if "onnxruntime" not in sys.modules:
@@ -40,7 +53,10 @@ def import_onnxruntime() -> None:
 
 
 def undo() -> None:
-    """Puts the originals back and lets the frames go, whoever imported ONNX Runtime first. A failed import may have been tried several times."""
+    """Puts the originals back and lets the frames go, whoever imported ONNX Runtime first. A failed import may have been tried several times.
+
+    Who has imported the replacement of `checkpoint` by its name, meanwhile, keeps it. It passes calls on, which Dynamo can follow.
+    """
     for owner, name, original in _REPLACED:
         function = getattr(owner, name)
         while function is not None and (function.__module__ or "").startswith("onnxruntime."):
@@ -48,6 +64,8 @@ def undo() -> None:
             if error is not None:
                 error.__traceback__ = None
             seen = inspect.getclosurevars(function)
+            if function.__code__.co_freevars == _PASSES_ON.co_freevars:
+                function.__code__ = _PASSES_ON
             function = seen.nonlocals.get(original) or seen.globals.get(original)
         if function is not None:
             setattr(owner, name, function)

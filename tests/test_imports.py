@@ -42,6 +42,15 @@ def test_what_was_imported_before_stays() -> None:
     assert run("import sys, onnx.reference; reference = onnx.reference", "import ort_backend.joint", same) == "True\n"
 
 
+def test_checkpoints_are_traced_whoever_imported_onnxruntime_first() -> None:
+    """onnxruntime-training replaces `checkpoint`, which others have imported by its name when the backend puts it back."""
+    imports = "import functools, onnxruntime, torch", "from torch.utils.checkpoint import checkpoint as its_name", "import ort_backend"
+    model = "inner, again = torch.nn.Linear(2, 2), functools.partial(its_name, use_reentrant=False)"
+    step = "torch.compile(lambda x: again(inner, x).sin(), backend='ort_training', fullgraph=True)(torch.ones(1, 2)).sum().backward()"
+    same = "print(torch.utils.checkpoint.checkpoint.__module__, len(ort_backend.report().graphs))"
+    assert run(*imports, model, step, same) == "torch.utils.checkpoint 1\n"
+
+
 @pytest.mark.parametrize("first", ["", "torch.set_default_device('meta')"])
 def test_no_module_keeps_a_tensor_of_the_trace_in_which_it_was_imported(first: str) -> None:
     """Most are imported by the first compile, under AOTAutograd's modes."""
