@@ -62,6 +62,32 @@ def _refuse_vectors(input: ir.Value) -> None:
         raise Unsupported("the kernels are slow for planes of one element")
 
 
+# Elements of a plane from which on its sum by the kernels, which add one number after the other, is off by more than 1e-6.
+_LONG = 131072
+
+
+def _batch_norm_standard(
+    op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """(result, mean, biased variance, 1 / deviation) of the batch, by ONNX's own operator.
+
+    On the CPU it takes a fifth (4 x 2048 x 4 x 4) to 0.4 (4 x 64 x 56 x 56) of the primitives' time, and 0.8 for the smallest (onnxruntime 1.32.0).
+    """
+    dtypes = {one.dtype for one in (input, weight, bias, running_mean, running_var) if one is not None}
+    if dtypes != {ir.DataType.FLOAT}:
+        raise Unsupported("the kernel has all in one dtype, and rounds epsilon to float32")
+    sizes: list[int] = [size for size in input.shape[2:] if isinstance(size, int)]  # type: ignore[index]
+    if math.prod(sizes) >= _LONG:
+        raise Unsupported("the kernel's sums over large planes are not precise enough")
+    if not (_varies(running_mean) and _varies(running_var)):
+        raise Unsupported("the kernel writes over the running statistics, which are constants")
+    weight, bias = _affine(op, input, weight, bias)
+    # As in `_batch_norm_fused`. But the kernel multiplies the old statistics by 0, so that these are numbers also where a running one is none.
+    scratch = [op.Cast(op.Less(old, float(len(op.builder.graph))), to=ir.DataType.FLOAT) for old in (running_mean, running_var)]
+    out, mean, variance = op.BatchNormalization(input, weight, bias, *scratch, epsilon=eps, momentum=0.0, training_mode=1, _outputs=3)
+    return out, mean, variance, rsqrt(op, variance, eps)
+
+
 def _batch_norm_fused(
     op: Any, input: ir.Value, weight: Any, bias: Any, running_mean: ir.Value, running_var: ir.Value, eps: float
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
@@ -186,6 +212,15 @@ def native_batch_norm_functional_cuda(op, input, weight, bias, running_mean, run
     return _functional(_batch_norm_fused, op, input, weight, bias, running_mean, running_var, training, momentum, eps, is_biased=False)
 
 
+@register(aten._native_batch_norm_legit_functional.default, device="cpu")
+def native_batch_norm_functional_cpu(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
+    """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
+    float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor running_mean_out, Tensor running_var_out)
+    """
+    _refuse_vectors(input)
+    return _functional(_batch_norm_standard, op, input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
 @register(aten._native_batch_norm_legit_functional.default)
 def native_batch_norm_functional(op, input, weight, bias, running_mean, running_var, training, momentum, eps):
     """_native_batch_norm_legit_functional(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, bool training,
@@ -244,15 +279,19 @@ def native_batch_norm_backward(op, grad_out, input, weight, running_mean, runnin
     running_var, save_invstd = as_single(op, running_var, save_invstd)
     axes = other_dims(input)
     invstd = save_invstd if train else rsqrt(op, running_var, eps)
-    grad_weight = grad_input = None
+    # Of the centred input, not the normal one, and with one sum of the gradient for both: each is a pass over all elements less.
+    grad_weight = grad_bias = grad_input = None
     if output_mask[1] or train:
-        normal = op.Mul(op.Sub(input, per_channel(op, mean, input)), per_channel(op, invstd, input))
-        grad_weight = sum_over(op, op.Mul(grad_out, normal), axes)
+        centred = op.Sub(input, per_channel(op, mean, input))
+        grad_weight = op.Mul(sum_over(op, op.Mul(grad_out, centred), axes), invstd)
+    if output_mask[2] or train:
+        grad_bias = sum_over(op, grad_out, axes)
     if output_mask[0]:
         factor = per_channel(op, invstd if weight is None else op.Mul(invstd, weight), input)
         grad_input = grad_out
         if train:
-            along = op.Mul(normal, per_channel(op, op.Div(grad_weight, _count(op, input, grad_weight)), input))
-            grad_input = op.Sub(op.Sub(grad_out, mean_over(op, grad_out, axes)), along)
+            count = _count(op, input, grad_weight)
+            along = op.Mul(centred, per_channel(op, op.Div(op.Mul(grad_weight, invstd), count), input))
+            grad_input = op.Sub(op.Sub(grad_out, per_channel(op, op.Div(grad_bias, count), input)), along)
         grad_input = op.Mul(grad_input, factor)
-    return grad_input, grad_weight if output_mask[1] else None, sum_over(op, grad_out, axes) if output_mask[2] else None
+    return grad_input, grad_weight if output_mask[1] else None, grad_bias if output_mask[2] else None

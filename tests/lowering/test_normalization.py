@@ -114,6 +114,35 @@ def test_batch_norm_keeps_its_running_statistics_apart(check: Callable) -> None:
     check(twice, randn(4, 1, 5), torch.ones(1), torch.ones(1))
 
 
+@pytest.mark.cpu_only(reason="ONNX's own operator, which has no kernel for CUDA in training mode")
+@pytest.mark.parametrize("old", [0.5, float("nan"), float("inf"), -float("inf")])
+def test_batch_norm_without_training_kernels_is_one_operator(check: Callable, old: float) -> None:
+    """Its kernel multiplies the running statistics by 0, which makes no number of those that are none."""
+
+    def both(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> list[torch.Tensor]:
+        out, batch_mean, rstd, *running = aten._native_batch_norm_legit_functional(x, w, b, mean, var, True, 0.1, 1e-5)
+        return [out, batch_mean, rstd, *running, *aten.native_batch_norm_backward(g, x, w, mean, var, batch_mean, rstd, True, 1e-5, [True] * 3)]
+
+    inputs, also = ([randn(n, 3, 5, 4) for _ in range(2)] for n in (4, 6))
+    vectors = randn(3), randn(3), torch.full([3], old), torch.full([3], old)
+    lowered = check(both, *inputs, *vectors, also=(*also, *vectors), contrib=False)
+    assert lowered.op_types.count("BatchNormalization") == 1
+    # The backward goes over all elements for two sums, and for nothing else that is one number of a channel.
+    assert [name for name in lowered.op_types if name.startswith("Reduce")] == ["ReduceSum", "ReduceSum"]
+
+
+@pytest.mark.cpu_only(reason="ONNX's own operator, which has no kernel for CUDA in training mode")
+def test_batch_norm_of_large_planes_is_not_one_operator(lower: Callable) -> None:
+    """Its kernel adds one number to the next: over planes of 1024 x 1024 the variance is off by 1e-5."""
+
+    def variance(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        return aten._native_batch_norm_legit_functional(x, None, None, mean, var, True, 1.0, 1e-5)[4]
+
+    for side, count in ((256, 1), (512, 0)):
+        lowered = lower(variance, (randn(1, 1, side, side), torch.zeros(1), torch.ones(1)), contrib=False)
+        assert lowered.op_types.count("BatchNormalization") == count
+
+
 def test_batch_norm_with_constant_running_statistics(check: Callable) -> None:
     """Constants that are equal become one in ONNX Runtime: the old mean, which the kernel writes over, and the bias."""
 
