@@ -412,7 +412,6 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten._prelu_kernel.default in bfloat16": ((32768, 4194304, 5.3),),
     "aten._prelu_kernel.default in float16": ((8192, 4194304, 9.8),),
     "aten.binary_cross_entropy_with_logits.default": ((32768, 16777216, 2.1),),
-    "aten._prelu_kernel_backward.default": ((8192, 16777216, 2.3),),
     "aten.leaky_relu.default": ((131072, 16777216, 2.2),),
     "aten.leaky_relu.default in bfloat16": ((32768, 4194304, 4.5),),
     "aten.leaky_relu.default in float16": ((8192, 4194304, 8.9),),

@@ -101,7 +101,16 @@ def test_glu_and_prelu(check: Callable) -> None:
     check(lambda x: aten.glu(x, 0), randn(0, 6))
     check(lambda g, x: aten.glu_backward(g, x, 0), randn(0, 6), randn(0, 6))
     check(lambda x, w: aten._prelu_kernel(x, w), randn(4, 6), randn(1, 6), also=(randn(2, 6), randn(1, 6)))
-    check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), randn(4, 6), randn(4, 6), randn(1, 6))
+
+
+@pytest.mark.parametrize("contrib", [True, False], ids=["step", "plain"])
+def test_prelu_backward_does_not_branch_on_the_data(check: Callable, contrib: bool) -> None:
+    """ONNX Runtime's Where waits for each element's sign: it took half of a step of ConvTasNet."""
+    x = _sample()
+    weight = torch.linspace(-1.5, 2.0, x.shape[-1])[None]
+    lowered = check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), torch.rand_like(x) - 0.5, x, weight, contrib=contrib)
+    assert "Where" not in lowered.op_types
+    check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), randn(4, 6), randn(4, 6), randn(1, 6), also=(randn(2, 6), randn(2, 6), randn(1, 6)))
 
 
 def test_shrinks(check: Callable) -> None:
