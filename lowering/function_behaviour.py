@@ -63,7 +63,7 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
     Raises:
         UnknownBehaviour: it cannot be found out.
     """
-    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)))
+    key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)), tuple(site.repeated.items()))
     known = _known.setdefault(mode, {})
     for one in (key, with_tensors := (*key, *map(id, site.originals))):
         if one in known:
@@ -152,6 +152,11 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
     return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, bool(asked) or gradients is None)
 
 
+def _with_repeated(site: Site, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors; those in containers that are arguments as well are one tensor with them: what marks the one as dirty has marked the other."""
+    return [inputs[site.argument_of(i)] for i in range(len(inputs))]
+
+
 def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | None:
     if not isinstance(result, torch.Tensor):
         return None
@@ -162,7 +167,7 @@ def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | Non
 
 def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
     with trial.own_random_state(), mode, enable_python_dispatcher(), _allow_real_tensors(mode), _unknown_numbers(mode):
-        inputs = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+        inputs = _with_repeated(site, [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors])
         ran = _run(site, inputs, ints, backward=True)
     found = _described(site, ran)
     numbers = [number for result in found.results for number in (result.shape if isinstance(result, TensorResult) else (result,))]
@@ -191,7 +196,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         for i in range(site.tensor_count)
     ]
     mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
-    same = {id(ran.inputs[i]): i for i in mutated}
+    same = {id(ran.inputs[i]): site.argument_of(i) for i in mutated}
     last = {id(tensor): i for i, tensor in enumerate(given)}
     return Behaviour(
         results=results,
@@ -202,7 +207,7 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         gradients=tuple(has_gradient),
         is_random=ran.is_random,
         mutated=mutated,
-        dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty),
+        dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty and site.argument_of(i) == i),
         returned=tuple(same.get(id(tensor)) for tensor in given),
         last=tuple(last[id(tensor)] for tensor in given),
     )
@@ -253,7 +258,7 @@ def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbo
 def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], enlarged: dict[str, int], *, backward: bool, value: int = 0) -> _Ran:
     sizes = [[_size(size, enlarged) for size in tensor.shape] for tensor in tensors]
     with unset_fake_temporarily(), trial.own_random_state(), torch.random.fork_rng():
-        inputs = [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)]
+        inputs = _with_repeated(site, [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)])
         return _run(site, inputs, [_size(value, enlarged) for value in ints], backward=backward)
 
 

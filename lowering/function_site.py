@@ -228,6 +228,12 @@ class Site:
         """The qualified name of the class."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
 
+    def argument_of(self, index: int) -> int:
+        """The place of tensor `index`; for one in a container that is an argument as well, the place as which it is that."""
+        if self.differentiable[index] is not None:
+            return index
+        return next((i for i in self.repeated.get(index, ()) if self.differentiable[i] is not None), index)
+
     def needs_gradient(self, index: int) -> bool:
         """Whether tensor `index` is one that a gradient goes to."""
         place = self.differentiable[index]

@@ -138,6 +138,20 @@ class AddedBehind(Function):
         return g, g * 2
 
 
+class AddedInside(Function):
+    """Written to as a part of the container, and returned as both."""
+
+    @staticmethod
+    def forward(ctx, x, others):
+        others[0].add_(others[1])
+        ctx.mark_dirty(others[0])
+        return x, others[0]
+
+    @staticmethod
+    def backward(ctx, g, again):
+        return g * 2 + again * 3, None
+
+
 def _to_itself(a: Tensor, b: Tensor) -> Tensor:
     made = a * 1
     return Added.apply(made, made).sin() + Added.apply(b * 1, made)
@@ -146,6 +160,12 @@ def _to_itself(a: Tensor, b: Tensor) -> Tensor:
 def _in_a_container(a: Tensor, b: Tensor) -> Tensor:
     made = a * 1
     return Added.apply(made, (b, made, made)).sin() * made
+
+
+def _as_a_part_of_a_container(a: Tensor, b: Tensor) -> Tensor:
+    made = a * 1
+    first, second = AddedInside.apply(made, (made, b))
+    return first.sin() * made + second
 
 
 def _from_the_second_place(a: Tensor, b: Tensor) -> Tensor:
@@ -160,7 +180,7 @@ def _a_copy(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", [_to_itself, _in_a_container, _from_the_second_place, _a_copy])
+@pytest.mark.parametrize("function", [_to_itself, _in_a_container, _as_a_part_of_a_container, _from_the_second_place, _a_copy])
 def test_a_tensor_that_comes_twice_is_written_to(function, dynamic: bool) -> None:
     same_as_eager(function, *SHAPES, sweep=MORE, dynamic=dynamic, fullgraph=True)
 
