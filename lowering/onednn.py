@@ -1,4 +1,4 @@
-"""oneDNN's kernels of an LSTM in float32 on the CPU, as PyTorch has them: one layer and direction, forward and backward.
+"""oneDNN's kernels of an LSTM in float32 or bfloat16 on the CPU, as PyTorch has them: one layer and direction, forward and backward.
 
 The size of an LSTM's workspace is oneDNN's secret, so that it does not travel through the graph: a handle does, whose memory, once given back, frees
 it. States are (1, B, H), as the kernels take and give them.
@@ -92,7 +92,8 @@ def _backward(
     dx, dw_ih, dw_hh, db, _, dh0, dc0 = aten.mkldnn_rnn_layer_backward.default(
         x.contiguous(), w_ih, w_hh, *biases, *states, reverse, *shape, workspace
     )
-    return dx, dh0, dc0, dw_ih, dw_hh, db.flatten()[: w_hh.shape[0]]
+    results = dx, dh0, dc0, dw_ih, dw_hh, db.flatten()[: w_hh.shape[0]]
+    return tuple(one.to(x.dtype) for one in results)  # they are float32, also of bfloat16, where autograd makes that of them in eager PyTorch
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

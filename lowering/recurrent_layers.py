@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 
-from ort_backend.lowering import cudnn, kernel_choice, second_derivatives
+from ort_backend.lowering import cudnn, dense_products, kernel_choice, second_derivatives
 from ort_backend.lowering.composites import replaced_kernel
 from ort_backend.lowering.onednn import ONEDNN_LSTM
 from ort_backend.lowering.recurrence import GRU, LSTM, RNN, last
@@ -40,7 +40,7 @@ def whole_recurrent_layers(*, onednn: bool) -> Iterator[None]:
     """While AOTAutograd traces: recurrent layers are one operator each.
 
     Args:
-        onednn: Whether LSTMs in float32 on the CPU run by oneDNN's kernels, as in eager PyTorch.
+        onednn: Whether LSTMs on the CPU run by oneDNN's kernels, as in eager PyTorch.
     """
     layers = {} if second_derivatives.are_asked_for() else _kernels(onednn=onednn)
     with contextlib.ExitStack() as stack:
@@ -93,9 +93,24 @@ def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Te
     if cudnn.is_for(*tensors):
         y, finals = _layers(functools.partial(cudnn.layer, cudnn.LSTM), input, hx, params, has_biases, *rest)
         return (y, *finals)
-    fast = onednn and kernel_choice.lstm_by_onednn(*sizes) and all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
-    y, finals = _layers(_onednn_layer if fast else _lstm_layer, input, hx, params, has_biases, *rest)
+    dtype = _onednn_dtype(tensors) if onednn and kernel_choice.lstm_by_onednn(*sizes) else None
+    if dtype is None:
+        y, finals = _layers(_lstm_layer, input, hx, params, has_biases, *rest)
+    else:
+        states, weights = [one.to(dtype) for one in hx], [one.to(dtype) for one in params]
+        y, finals = _layers(_onednn_layer, input.to(dtype), states, weights, has_biases, *rest)
     return (y, *finals)
+
+
+def _onednn_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """The dtype in which oneDNN's kernels compute a layer, as in eager PyTorch: under autocast that one's; None where they do not run, or slowly."""
+    dtypes = {one.dtype for one in tensors}
+    if torch.is_autocast_enabled("cpu") and dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        dtypes = {torch.get_autocast_dtype("cpu")}
+    if len(dtypes) > 1 or any(one.device.type != "cpu" for one in tensors):
+        return None
+    (dtype,) = dtypes
+    return dtype if dtype is torch.float32 or (dtype is torch.bfloat16 and dense_products.processor_multiplies_bfloat16()) else None
 
 
 def _gru(input: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, *rest: Any) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import ort_backend
-from ort_backend.lowering import kernel_choice, onednn
+from ort_backend.lowering import dense_products, kernel_choice, onednn
 
 SCANS = {"kernels": "onnxruntime"}  # LSTMs in float32 as ONNX Scans too, instead of oneDNN's kernels
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -101,6 +101,19 @@ def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> No
 
 
 @pytest.mark.cpu_only(reason="oneDNN's kernels")
+@pytest.mark.skipif(not dense_products.processor_multiplies_bfloat16(), reason="oneDNN has no such kernels for this processor")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("given", [{"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}])
+def test_lstm_in_bfloat16_is_eager_s(given: dict[str, Any], autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes: True)
+    made = _made("LSTM", given, False, torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert made[0](made[1])[0].dtype is torch.bfloat16
+        graph = _same(*made, tolerance=0.0)
+    assert "ort_training::onednn_lstm_backward" in {one.operator for one in graph.outside}
+
+
+@pytest.mark.cpu_only(reason="oneDNN's kernels")
 @single_session
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.MonkeyPatch, batch_first: bool) -> None:
@@ -124,7 +137,7 @@ def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.Monk
 def test_other_dtypes(kind: str) -> None:
     assert _is_in_the_graph(_same(*_made(kind, {}, True, torch.float64), tolerance=1e-9))
     torch._dynamo.reset()
-    in_half = _same(*_made(kind, {}, True, torch.bfloat16), tolerance=0.1)
+    in_half = _same(*_made(kind, {}, True, torch.bfloat16), SCANS, tolerance=0.1)
     assert _is_in_the_graph(in_half) or not ON_CPU  # the provider has few kernels for bfloat16
 
 
