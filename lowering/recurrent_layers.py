@@ -180,7 +180,9 @@ def _onednn_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
 def _gru_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
     w_ih, w_hh, *biases = weights
     b_ih, b_hh = biases or (None, None)
-    y, *_ = GRU(linear(x, w_ih, b_ih), states[0].squeeze(0), w_hh, b_hh, reverse)
+    gates, state = linear(x, w_ih, b_ih), states[0].squeeze(0)
+    gates = gates.to(torch.promote_types(gates.dtype, state.dtype))  # under autocast states stay wide in eager PyTorch, which adds to the one before
+    y, *_ = GRU(gates, state, w_hh, b_hh, reverse)
     return y, _finals(reverse, y)
 
 

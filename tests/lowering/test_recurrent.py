@@ -100,6 +100,15 @@ def test_lstm_by_onednn_equals_eager(given: dict[str, Any], initial: bool) -> No
     assert all(one.is_choice for one in graph.outside)
 
 
+@pytest.mark.cpu_only(reason="cuDNN's layers are in one dtype")
+@pytest.mark.parametrize("given", [{"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}])
+@pytest.mark.parametrize("kind", ["GRU", "RNN"])
+def test_dtypes_under_autocast(kind: str, given: dict[str, Any]) -> None:
+    made = _made(kind, given, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _is_in_the_graph(_same(*made, tolerance=0.05))
+
+
 @pytest.mark.cpu_only(reason="oneDNN's kernels")
 @pytest.mark.skipif(not dense_products.processor_multiplies_bfloat16(), reason="oneDNN has no such kernels for this processor")
 @pytest.mark.parametrize("autocast", [False, True])
