@@ -57,6 +57,18 @@ def test_gradients_are_pytorchs(shape: Any, mask: tuple[bool, ...]) -> None:
 
 @pytest.mark.cpu_only(reason="PyTorch's kernels of the CPU")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_in_bfloat16_are_pytorchs(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depthwise, "processor_multiplies_bfloat16", lambda: True)
+    *tensors, _, settings = _inputs(*shape)
+    halves = [one.bfloat16() for one in tensors]
+    exact = aten.convolution_backward(*(one.double() for one in halves), [shape[1]], *settings, [True] * 3)
+    pairs = zip(depthwise.convolution_backward(*halves, [shape[1]], *settings, [True] * 3), exact, strict=True)
+    for found, wanted in pairs:
+        assert found.dtype is torch.bfloat16 and (found - wanted).abs().max() <= 2**-7 * wanted.abs().max()
+
+
+@pytest.mark.cpu_only(reason="PyTorch's kernels of the CPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_are_pytorchs(shape: Any) -> None:
     _, image, weight, bias, settings = _inputs(*shape)
     for offset in (bias, None):
@@ -66,6 +78,7 @@ def test_results_are_pytorchs(shape: Any) -> None:
 @pytest.mark.parametrize("groups, dtype", [(1, torch.float32), (2, torch.float32), (4, torch.float64), (4, torch.bfloat16)])
 def test_others_are_left_alone(groups: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depthwise, "filter_gradient", None)
+    monkeypatch.setattr(depthwise, "processor_multiplies_bfloat16", lambda: False)
     image, weight = torch.randn(2, 4, 8, 8, dtype=dtype), torch.randn(4, 4 // groups, 5, 5, dtype=dtype)
     args = (torch.randn_like(image), image, weight, [4], [1, 1], [2, 2], [1, 1], False, [0, 0], groups, [True, True, True])
     for one, other in zip(depthwise.convolution_backward(*args), aten.convolution_backward(*args), strict=True):
