@@ -31,7 +31,7 @@ def environment() -> dict[str, str]:
     Raises:
         NotThere: no stand-in libraries and no recipe for them, or making them failed.
     """
-    stand_in = Path(os.environ["ORT_FAKE_CUDA"]) if "ORT_FAKE_CUDA" in os.environ else MADE
+    stand_in = Path(os.environ["ORT_FAKE_CUDA"]) if "ORT_FAKE_CUDA" in os.environ else MADE / "stand-in"
     if not list(stand_in.glob("libcudart.so*")):
         _make_stand_in(stand_in)
     pretend = MADE / f"pretend_cuda-{torch.__version__}.so"
@@ -45,7 +45,13 @@ def environment() -> dict[str, str]:
 def _make_stand_in(folder: Path) -> None:
     if not RECIPE.exists():
         raise NotThere(f"no stand-in CUDA libraries: $ORT_FAKE_CUDA is not set, and there is no {RECIPE}")
-    _run(["bash", str(RECIPE), str(folder), sys.executable], "making the stand-in CUDA libraries")
+    # Beside it, as of the library below.
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+    _run(["bash", str(RECIPE), str(partial), sys.executable], "making the stand-in CUDA libraries")
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
 
 
 def _compile(source: Path, library: Path) -> None:
