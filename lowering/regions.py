@@ -7,6 +7,7 @@ computes. Views and sizes cost nothing and belong to no side: whoever reads them
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import math
 import operator
@@ -298,14 +299,17 @@ def _in_parts(steps: Sequence[Step], graph: fx.Graph, free: frozenset[fx.Node]) 
     reader = {source: i for i, step in enumerate(steps) for node in step.nodes for source in reads[node]}
     results = set(frontier(list(graph.output_node().args[0]), free))  # type: ignore[arg-type]
     made = {node: i for i, step in enumerate(steps) for node in step.nodes}
+    going: dict[int, list[fx.Node]] = collections.defaultdict(list)
+    for node, i in reader.items():
+        if node not in results and (node in saved or made.get(node, i) < i):
+            going[i].append(node)
     parts: list[Step] = []
     for i, step in enumerate(steps):
         if not step.on_ort:
             parts.append(step)
             continue
-        going = [node for node, j in reader.items() if j == i and node not in results and (node in saved or made.get(node, i) < i)]
         wanted = {node for node in step.nodes if node in results or reader.get(node, i) > i}
-        parts.extend(Step(tuple(nodes), True) for nodes in cut(step.nodes, reads, going, wanted))
+        parts.extend(Step(tuple(nodes), True) for nodes in cut(step.nodes, reads, going[i], wanted))
     return tuple(parts)
 
 
