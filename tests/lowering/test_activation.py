@@ -110,6 +110,7 @@ def test_prelu_backward_does_not_branch_on_the_data(check: Callable, contrib: bo
     weight = torch.linspace(-1.5, 2.0, x.shape[-1])[None]
     lowered = check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), torch.rand_like(x) - 0.5, x, weight, contrib=contrib)
     assert "Where" not in lowered.op_types
+    check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), torch.rand_like(x) - 0.5, x, 1e8 * weight, contrib=contrib)
     check(lambda g, x, w: aten._prelu_kernel_backward(g, x, w), randn(4, 6), randn(4, 6), randn(1, 6), also=(randn(2, 6), randn(2, 6), randn(1, 6)))
 
 
