@@ -21,8 +21,18 @@ from ort_backend.runtime import denormals
 
 log = logging.getLogger(__name__)
 
-# Pieces of 256 bytes are what the arena counts in. Regions double in size; what is never written to takes no memory.
-_CONFIG = {"max_mem": 0, "arena_extend_strategy": 0, "max_dead_bytes_per_chunk": 256}
+# Pieces of 256 bytes are what the arena counts in. Regions double in size; what is never written to takes no memory, but the 8 bytes that the
+# arena keeps for each piece. Free memory of two regions never becomes one block: with a first region of 1 MB, the default, BERT-base, a Llama of
+# 110 M and GPT-2 small took 14 to 18 MB more, ResNet-50 12, small models up to 5 less. One of 64 MB saves more for GPT-2 (50), but the small
+# constants in it and in the next then keep 130 MB from being given back.
+_FIRST_REGION = 32 << 20
+_CONFIG = {
+    "max_mem": 0,
+    "arena_extend_strategy": 0,
+    "max_dead_bytes_per_chunk": 256,
+    "initial_chunk_size_bytes": _FIRST_REGION,
+    "initial_growth_chunk_size_bytes": _FIRST_REGION,  # the first behind `shrink`
+}
 
 
 # Its release moves the thresholds of glibc's `malloc`, which heed blocks up to 32 MB (`DEFAULT_MMAP_THRESHOLD_MAX` of malloc/malloc.c).
