@@ -53,6 +53,10 @@ IN_STEPS = {
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 
+# Which of several equal elements they take is not specified (`sort` is stable if told so only), but the gradient goes there, and tokens go to the
+# experts that a router takes. PyTorch's kernels take what they take in eager PyTorch; a call costs some 15 us more than a node of ONNX Runtime's.
+_SELECTIONS = {aten.topk.default, aten.kthvalue.default, aten.sort.default}
+
 # Channels up to which PyTorch samples an image by a grid faster: ONNX Runtime gathers and scatters a row of channels for each pixel beside a sample,
 # and takes as long for 3 channels as for 64. Its time over PyTorch's in a PythonOp, from 4096 elements to a million, for 3, 16, 32 and 64 channels
 # (`python -m benchmarks.kernel_choice --only steps`): planes 4 to 10, 2.8 to 3.9, 2.2 to 3.3, 1.4 to 2.0; their gradients 3.7 to 10, 1.2 to 2.2,
@@ -159,6 +163,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return None
     if node.target in fused_attention.KERNELS:
         return fused_attention.REASON
+    if selects_any(node, target):
+        return "PyTorch's kernel takes the same of equal elements as in eager PyTorch"
     if slow_in_steps(node, target):
         return "PyTorch's kernel is faster than steps at this size"
     if target.device_type != "cpu":
@@ -255,6 +261,11 @@ def _far_faster_in_half(node: fx.Node, size: int, dtype: torch.dtype, target: Or
     if node.target in (aten.mm.default, aten.addmm.default):
         return dtype is torch.bfloat16 and target.bfloat16_products and product_in_bfloat16(*product_sizes(*node.args[-2:]))
     return size >= _FAR_LARGER and (bool(node.meta.get(SELECTS)) or _measured_ratio(node, size, dtype, target) is not None)
+
+
+def selects_any(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether which elements a node takes, of equal ones, is its kernel's choice, so that PyTorch's runs it on the CPU, as in eager PyTorch."""
+    return node.target in _SELECTIONS and slow_kernels_may_go(target)
 
 
 def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:

@@ -23,7 +23,14 @@ from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.cudnn import CUDNN_LAYER, CUDNN_LAYER_BACKWARD
 from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, is_volume_convolution, slow_as_products, slow_in_steps, slow_kernels_may_go
+from ort_backend.lowering.kernel_choice import (
+    far_faster_in_pytorch,
+    is_volume_convolution,
+    selects_any,
+    slow_as_products,
+    slow_in_steps,
+    slow_kernels_may_go,
+)
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.ops.convolution import is_pointwise
@@ -205,8 +212,10 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
 
 def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
     """Whether ONNX Runtime has operators to write a node with, but no kernel: a convolution's backward, a long Fourier transform, what takes many
-    steps. Steps of small models with convolutions whose backward ran on ONNX Runtime took 1.2 (3 x 3, dense) to 2.4 (grouped) of eager's time,
-    with PyTorch's 1.0 to 1.2.
+    steps; or one that takes others of equal elements than PyTorch's.
+
+    Steps of small models with convolutions whose backward ran on ONNX Runtime took 1.2 (3 x 3, dense) to 2.4 (grouped) of eager's time, with
+    PyTorch's 1.0 to 1.2.
     """
     if target.kernels == "onnxruntime":
         return False
@@ -214,7 +223,7 @@ def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
         return True
     if node.target is aten.convolution_backward.default:
         return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node) and not _is_pointwise_convolution(node)
-    if far_faster_in_pytorch(node, target):
+    if far_faster_in_pytorch(node, target) or selects_any(node, target):
         return True
     return slow_in_steps(node, target) or slow_as_products(node, target) or (slow_kernels_may_go(target) and is_volume_convolution(node))
 

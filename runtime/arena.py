@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 # Pieces of 256 bytes are what the arena counts in. Regions double in size; what is never written to takes no memory, but the 8 bytes that the
 # arena keeps for each piece. Free memory of two regions never becomes one block: with a first region of 1 MB, the default, BERT-base, a Llama of
-# 110 M and GPT-2 small took 14 to 18 MB more, ResNet-50 12, small models up to 5 less. One of 64 MB saves more for GPT-2 (50), but the small
-# constants in it and in the next then keep 130 MB from being given back.
+# 110 M and GPT-2 small took 14 to 18 MB more, ResNet-50 12, small models up to 5 less. One of 64 MB saves more for GPT-2 (50), but 130 MB
+# are then not given back when the models of `tests/behaviours/test_arena.py` are gone, for the sake of something small.
 _FIRST_REGION = 32 << 20
 _CONFIG = {
     "max_mem": 0,
