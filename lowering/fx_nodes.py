@@ -53,12 +53,13 @@ def source_of(value: Any) -> Any:
 def untransposed(node: Any) -> tuple[fx.Node, bool]:
     """(matrix, whether `node` is its transpose)."""
     swapped = False
-    while _is_transpose(node):
+    while is_transpose(node):
         node, swapped = node.args[0], not swapped
     return node, swapped
 
 
-def _is_transpose(node: Any) -> bool:
+def is_transpose(node: Any) -> bool:
+    """Whether a node is the transpose of a matrix."""
     if node.target is aten.permute.default:
         return [axis % 2 for axis in node.args[1]] == [1, 0]
     return node.target is aten.t.default or (node.target is aten.transpose.int and node.args[1] % 2 != node.args[2] % 2)

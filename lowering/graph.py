@@ -38,6 +38,7 @@ from ort_backend.lowering.permuting import permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
+from ort_backend.lowering.row_sums import ADD_ROWS, IN_PLACE
 from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
@@ -66,7 +67,7 @@ _SAME = {
 
 
 class Behind:
-    """Stands for a node that PyTorch computes behind the session: ONNX has no sparse tensors (gradients of `nn.Embedding(sparse=True)`)."""
+    """Stands for a node that PyTorch computes behind the session: a sparse tensor (a gradient of `nn.Embedding(sparse=True)`), or `ADD_ROWS`."""
 
 
 BEHIND = Behind()
@@ -307,13 +308,14 @@ class GraphLowering:
     def _is_behind(self, node: fx.Node) -> bool:
         leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         is_sparse = any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
-        return is_sparse or any(self.is_behind(source) for source in node.all_input_nodes)
+        return is_sparse or node.target is ADD_ROWS or any(self.is_behind(source) for source in node.all_input_nodes)
 
     def _behind(self, node: fx.Node) -> Behind:
-        title, reason, where = operator_name(node.target), "a sparse tensor, which it makes of the session's results", user_line(node)
+        title, where, is_choice = operator_name(node.target), user_line(node), node.target is ADD_ROWS
+        reason = IN_PLACE if is_choice else "a sparse tensor, which it makes of the session's results"
         if self.strict:
             raise NotOnOrt(title, reason, where)
-        self.outside.append(Outside(title, reason, where))
+        self.outside.append(Outside(title, reason, where, is_choice=is_choice))
         return BEHIND
 
     def _not_native(self, node: fx.Node) -> str | None:

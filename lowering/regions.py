@@ -38,6 +38,7 @@ from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.region_memory import cut, saved_values
+from ort_backend.lowering.row_sums import ADD_ROWS, IN_PLACE
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -207,6 +208,8 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
     """Why PyTorch's kernel runs a node, whether or not ONNX Runtime has operators to write it with."""
     if node.target in fused_attention.KERNELS and target.kernels != "onnxruntime":
         return fused_attention.REASON
+    if node.target is ADD_ROWS:
+        return IN_PLACE
     return SLOWER if _is_slow(node, target) else None
 
 

@@ -75,6 +75,7 @@ class Results:
         self._places = {node: i for i, node in reversed(nodes)} if views else {}
         self._read = read
         self._sharing = collections.Counter(root(node) for _, node in nodes)
+        self._results = frozenset(node for _, node in nodes)
         self._fetches: dict[Any, int] = {}
         self.nodes: list[fx.Node] = []
         self.values: list[Any] = []
@@ -119,7 +120,9 @@ class Results:
         source = node
         while source.target in _RESHAPES:
             source = source.args[0]  # type: ignore[assignment]
-        if source is node or source.op != "call_function" or self._sharing[root(node)] != 1 or root(node) in self._read:
+        if source is node or source.op != "call_function" or root(node) in self._read:
+            return node
+        if self._sharing[root(node)] > (node in self._results):  # what another result is made of is none itself
             return node
         fakes = (node.meta["val"], source.meta["val"])
         are_plain = all(all(isinstance(size, int) for size in one.shape) and one.is_contiguous() for one in fakes)

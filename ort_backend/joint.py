@@ -25,9 +25,11 @@ from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
+from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
+from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
@@ -42,8 +44,8 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
+from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
-from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -93,6 +95,9 @@ def lower_joint(
         fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
     join_writes(graph, target)
+    divide_tall_products(graph, target)
+    if not strict:
+        add_rows_in_place(graph, target)
     add_to_tied_gradients(graph, target)
     keep_probabilities(graph, target)
     choose_products(graph, target)
@@ -140,6 +145,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     keep_sums_wide(graph)
     drop_relayouts(graph)
     transform_back(graph)
+    simplify_linear_gradients(graph)
     put_channels_last(graph, target)
     mark_gradients(graph)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)

@@ -29,6 +29,7 @@ from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
+from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
@@ -41,12 +42,13 @@ from ort_backend.lowering.passes.selected_gradients import mark_gradients, selec
 from ort_backend.lowering.passes.signed_zeros import settle_zeros
 from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
+from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
-from ort_backend.lowering.passes.tied_embeddings import add_to_tied_gradients
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.region_memory import byte_count, saved_values
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
+from ort_backend.lowering.row_sums import IN_PLACE
 from ort_backend.lowering.sizes import evaluator
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.loose_tangents import zeros_for
@@ -94,6 +96,9 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     index_rows(graph)
     add_blocks(graph)
     join_writes(graph, target)
+    divide_tall_products(graph, target)
+    if not strict:
+        add_rows_in_place(graph, target)
     add_to_tied_gradients(graph, target)
     draws = hoist(graph).draws
     drop_unread(graph)
@@ -127,7 +132,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED))
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED, IN_PLACE))
 
 
 def _counts(node: fx.Node, reason: str) -> bool:

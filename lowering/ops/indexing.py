@@ -12,8 +12,10 @@ from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import Scalar, as_int64, constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
+from ort_backend.lowering.ops.ordering import no_sizes
 from ort_backend.lowering.ops.shape import dim_name, move_axis
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.row_sums import ZERO_TABLE
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten
@@ -65,6 +67,14 @@ def embedding_dense_backward(
     width = length(op, grad_output, rank(grad_output) - 1)
     zeros = filled(op, [num_weights, width], 0.0, dtype)
     return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, indices), int64s(op, [rank(indices)])), grad_output, reduction="add")
+
+
+@register(ZERO_TABLE, promote="output", keep=("num_weights",))
+def zero_table(op: Any, rows: ir.Value, count: Size) -> ir.Value:
+    """ort_training::zero_table(Tensor rows, SymInt count) -> Tensor: written once the rows are there, and not before, in the forward."""
+    assert rows.dtype is not None
+    shape = op.Concat(as_vector(op, [count, length(op, rows, rank(rows) - 1)]), no_sizes(op, rows), axis=0)
+    return filled(op, shape, 0.0, rows.dtype)
 
 
 def frequency(op: Any, indices: ir.Value, rows: Size, dtype: ir.DataType) -> ir.Value:

@@ -19,6 +19,10 @@ _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor")
 _library.impl("scaled_bmm", lambda self, mat2, alpha: torch.bmm(self, mat2) * alpha, "CompositeExplicitAutograd")
 SCALED_BMM = torch.ops.ort_training.scaled_bmm.default
+_library.define("tall_mm(Tensor left, Tensor right, int blocks) -> Tensor")
+_library.impl("tall_mm", lambda left, right, blocks: torch.mm(left.t(), right).unflatten(0, (blocks, -1)), "CompositeExplicitAutograd")
+# left^T right of (k, n) and (k, m) as (blocks, n / blocks, m).
+TALL_MM = torch.ops.ort_training.tall_mm.default
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FUSED = ("com.microsoft::FusedMatMul",)
@@ -141,6 +145,15 @@ def scaled_bmm_fused(op, self, mat2, alpha):
 def scaled_bmm(op, self, mat2, alpha):
     """ort_training::scaled_bmm(Tensor self, Tensor mat2, float alpha) -> Tensor"""
     return _scaled(op, _matmul(op, self, mat2), alpha)
+
+
+@register(TALL_MM, requires=_FUSED, promote="same")
+def tall_mm(op, left, right, blocks):
+    """ort_training::tall_mm(Tensor left, Tensor right, int blocks) -> Tensor: `passes.tall_products` writes it."""
+    depth, rows = left.shape
+    tall = typed(op.Reshape(left, int64s(op, [0, blocks, rows // blocks])), left.dtype, [depth, blocks, rows // blocks])
+    like = typed(ir.Value(), left.dtype, [blocks, rows // blocks, right.shape[1]])
+    return microsoft(op, "FusedMatMul", tall, op.Unsqueeze(right, int64s(op, [0])), like=like, transA=1, transBatchA=1)
 
 
 @register(aten.baddbmm.default, requires=_FUSED, promote="same")

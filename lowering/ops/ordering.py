@@ -10,6 +10,8 @@ from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.registry import register
 
+_NO_SIZES = "ort_training.no_sizes"
+
 
 @register(BEHIND, any_dtype=True)
 def behind(op: Any, x: ir.Value, gradient: ir.Value) -> ir.Value:
@@ -17,6 +19,18 @@ def behind(op: Any, x: ir.Value, gradient: ir.Value) -> ir.Value:
 
     That depends on data, so that no optimiser can tell the result from another tensor.
     """
-    flat = op.Reshape(gradient, int64s(op, [-1]))
-    nothing = op.Cast(op.Gather(flat, constant(op, [], ir.DataType.INT64)), to=ir.DataType.INT64)
+    nothing = no_sizes(op, gradient)
     return op.Reshape(x, op.Concat(op.Shape(x), nothing, axis=0), allowzero=1)
+
+
+def no_sizes(op: Any, tensor: ir.Value) -> ir.Value:
+    """None of a tensor's elements, as sizes: what takes them waits for the tensor.
+
+    Written once for each tensor. Of equal nodes ONNX Runtime may keep the last, and would run whatever waits for it as late as that.
+    """
+    written: ir.Value | None = tensor.meta.get(_NO_SIZES)
+    if written is None or written.producer() is None or written.producer().graph is None:  # type: ignore[union-attr]  # rolled back
+        flat = op.Reshape(tensor, int64s(op, [-1]))
+        written = op.Cast(op.Gather(flat, constant(op, [], ir.DataType.INT64)), to=ir.DataType.INT64)
+        tensor.meta[_NO_SIZES] = written
+    return written

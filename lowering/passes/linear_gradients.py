@@ -17,8 +17,10 @@ def simplify_linear_gradients(graph: fx.Graph) -> int:
     """Leaves both out, in place; returns how many it found."""
     found = 0
     for node in list(graph.nodes):
+        spare = [node]
         if node.target is aten.t.default and (source := _transposed_twice(node)) is not None:
             node.replace_all_uses_with(source)
+            spare += [one for one in node.all_input_nodes if len(one.users) == 1]
         elif node.target is aten.view.default and _drops_what_a_sum_kept(node):
             total: Any = node.args[0]
             total.args = total.args[:2]
@@ -26,16 +28,17 @@ def simplify_linear_gradients(graph: fx.Graph) -> int:
             node.replace_all_uses_with(total)
         else:
             continue
-        graph.erase_node(node)
+        for one in spare:
+            graph.erase_node(one)
         found += 1
     return found
 
 
 def _transposed_twice(node: fx.Node) -> fx.Node | None:
-    """The matrix, if it was computed in the graph: what is handed in is not handed out as it is, but as a view."""
+    """The matrix, if it is a product: AOTAutograd knows of others as views of what is handed in, or handed out."""
     inner = node.args[0]
     source = inner.args[0] if isinstance(inner, fx.Node) and inner.target is aten.t.default else None
-    return source if isinstance(source, fx.Node) and source.op == "call_function" else None
+    return source if isinstance(source, fx.Node) and source.target is aten.mm.default else None
 
 
 def _drops_what_a_sum_kept(node: fx.Node) -> bool:
