@@ -11,18 +11,25 @@ import torch
 IN_PLACE = "it writes where a gradient lies that a session has made"
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
-_library.define("add_rows(Tensor(a!) table, Tensor indices, Tensor rows) -> Tensor(a!)")
+_library.define("add_rows(Tensor table, Tensor indices, Tensor rows) -> Tensor")
 _library.define("zero_table(Tensor rows, SymInt count) -> Tensor")
 
 
 def _add_rows(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """As PyTorch's tracer sees it, which compiled autograd shows the graph once more."""
+    return table.index_add(0, indices.reshape(-1), rows.reshape(-1, table.shape[1]))
+
+
+def add_rows_in_place(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What runs for `ADD_ROWS`."""
     return table.index_add_(0, indices.reshape(-1), rows.reshape(-1, table.shape[1]))
 
 
-_library.impl("add_rows", _add_rows, "CompositeExplicitAutograd")
-_library.impl("zero_table", lambda rows, count: rows.new_zeros(count, rows.shape[-1]), "CompositeExplicitAutograd")
+_library.impl("add_rows", _add_rows, "CompositeImplicitAutograd")
+_library.impl("zero_table", lambda rows, count: rows.new_zeros(count, rows.shape[-1]), "CompositeImplicitAutograd")
 
-# `table[indices[i]] += rows[i]` for every index: the table itself, (count, width); indices of any shape, rows of that shape and the width.
+# The table, (count, width), with `table[indices[i]] += rows[i]` for every index: indices of any shape, rows of that shape and the width. Nothing else
+# may read the table.
 ADD_ROWS = torch.ops.ort_training.add_rows.default
 # (count, width) zeros to add rows of that width to.
 ZERO_TABLE = torch.ops.ort_training.zero_table.default

@@ -136,6 +136,22 @@ def test_every_backward_has_memory_of_its_own(in_place: list[int]) -> None:
         torch.testing.assert_close(one, gradients[0])
 
 
+@pytest.mark.skipif(not ON_CPU, reason="on CUDA as they were")
+def test_under_compiled_autograd(in_place: list[int]) -> None:
+    """It traces the backward once more, with what the pass has written."""
+    model = Model(1, segments=True)
+    other = twin(model)
+
+    def step() -> None:
+        model(WORDS).square().sum().backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled(step, fullgraph=False)()
+    other(WORDS).square().sum().backward()
+    assert sum(in_place)
+    same_module(model, other)
+
+
 @pytest.mark.parametrize("options", [{"strict": True}, {"kernels": "onnxruntime"}], ids=["strict", "ONNX Runtime's kernels"])
 def test_not_in_place_without_pytorch(in_place: list[int], options: dict[str, object]) -> None:
     model = Model(1).to(DEVICE)
