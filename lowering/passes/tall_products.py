@@ -12,8 +12,9 @@ import math
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import aten, call_beside, untransposed
-from ort_backend.lowering.kernel_choice import far_faster_in_pytorch, faster_in_pytorch
+from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.ops.matmul import TALL_MM
+from ort_backend.lowering.passes.products import faster_product
 from ort_backend.lowering.symbolic import hint, may_be_zero
 from ort_backend.target import OrtTarget
 
@@ -34,7 +35,7 @@ def divide_tall_products(graph: fx.Graph, target: OrtTarget) -> int:
     found = 0
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         left, is_transposed = untransposed(node.args[0])
-        if not is_transposed or (blocks := _blocks(node, left)) is None or _is_pytorchs(node, target):
+        if not is_transposed or (blocks := _blocks(node, left)) is None or faster_product(node, target) or far_faster_in_pytorch(node, target):
             continue
         with graph.inserting_before(node):
             product = call_beside(graph, node, TALL_MM, left, node.args[1], blocks)
@@ -52,7 +53,3 @@ def _blocks(node: fx.Node, left: fx.Node) -> int | None:
         return None
     sizes = [size for size in _ROWS if size < rows and rows % size == 0]
     return rows // min(sizes, key=lambda size: abs(size - _BEST)) if sizes else None
-
-
-def _is_pytorchs(node: fx.Node, target: OrtTarget) -> bool:
-    return (faster_in_pytorch(node, target) is not None) if target.python_op else far_faster_in_pytorch(node, target)
