@@ -76,12 +76,16 @@ def _parts(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node], fx.Node | None]
 def _is_alone(node: fx.Node) -> bool:
     """Whether a node is computed, in memory of its own that no other node reads."""
     while len(node.users) == 1:
-        if node.target in _MAKERS:
+        if node.target in _MAKERS or _is_cast(node):
             return True
         if not (node.target in VIEWS or node.target in REFERENCES or is_transpose(node)):
             return False
         node = node.args[0]  # type: ignore[assignment]
     return False
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and node.meta["val"].dtype != node.args[0].meta["val"].dtype  # type: ignore[union-attr]
 
 
 def add_to_tied_gradients(graph: fx.Graph, target: OrtTarget) -> int:

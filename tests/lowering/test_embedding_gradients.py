@@ -82,6 +82,20 @@ def test_tied_in_place(in_place: list[int], rewritten: list[int], padding: int |
     assert sum(in_place) >= 1 and not sum(rewritten)
 
 
+@pytest.mark.skipif(not ON_CPU, reason="on CUDA as they were")
+def test_tied_in_place_under_autocast(in_place: list[int]) -> None:
+    """The product's gradient of the weight is a cast of one in bfloat16."""
+    model = Model(1)
+    other = twin(model)
+    run = compiled(model)
+    for one in (run, other):
+        with torch.autocast("cpu", torch.bfloat16):
+            result = one(WORDS)
+        result.float().square().sum().backward()
+    assert sum(in_place)
+    same_module(model, other, rtol=1e-2, atol=1e-2)
+
+
 class Alone(nn.Module):
     """An embedding, once or twice, whose weight is also written to a second place of its own."""
 
