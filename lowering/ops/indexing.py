@@ -69,7 +69,7 @@ def embedding_dense_backward(
     return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, indices), int64s(op, [rank(indices)])), grad_output, reduction="add")
 
 
-@register(ZERO_TABLE, promote="output", keep=("num_weights",))
+@register(ZERO_TABLE, promote="output", keep=("count",))
 def zero_table(op: Any, rows: ir.Value, count: Size) -> ir.Value:
     """ort_training::zero_table(Tensor rows, SymInt count) -> Tensor: written once the rows are there, and not before, in the forward."""
     assert rows.dtype is not None
