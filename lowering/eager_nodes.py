@@ -14,7 +14,7 @@ from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_fo
 from ort_backend.lowering.fx_nodes import attribute
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
-from ort_backend.lowering.row_sums import ADD_ROWS, add_rows_in_place
+from ort_backend.lowering.row_sums import ADD_ROWS, write_rows
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ _REPLACED = {
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.native_dropout.default: _dropout,
     FORWARD: run_forward,
-    ADD_ROWS: add_rows_in_place,
+    ADD_ROWS: write_rows,
     **onednn.IMPLEMENTATIONS,
     **faster_calls.IMPLEMENTATIONS,
     **fused_attention.IMPLEMENTATIONS,

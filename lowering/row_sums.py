@@ -20,7 +20,7 @@ def _add_rows(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) ->
     return table.index_add(0, indices.reshape(-1), rows.reshape(-1, table.shape[1]))
 
 
-def add_rows_in_place(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def write_rows(table: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """What runs for `ADD_ROWS`."""
     return table.index_add_(0, indices.reshape(-1), rows.reshape(-1, table.shape[1]))
 

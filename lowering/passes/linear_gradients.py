@@ -1,6 +1,7 @@
 """What autograd's formula for a linear layer leaves around gradients: a matrix transposed twice, a sum that keeps a dimension which a view drops.
 
-Inside a session that costs next to nothing. At the end of a graph in regions these are views, which PyTorch takes: three calls a layer in every step.
+Inside a session that costs next to nothing, but hides products from passes that look for gradients (`embedding_gradients`). At the end of a graph in
+regions these are views, which PyTorch takes: three calls a layer in every step.
 """
 
 from __future__ import annotations
