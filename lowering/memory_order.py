@@ -54,9 +54,9 @@ def is_dense(fake: torch.Tensor) -> bool:
 
 
 def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
-    """The same for a real tensor without gaps, which a permutation of a contiguous one can stand for; None for any other."""
+    """The same for a tensor without gaps, which a permutation of a contiguous one can stand for; None for any other."""
     order = order_of(fake)
-    return order if order is None or (is_dense(fake) and not fake.is_complex()) else None
+    return order if order is None or is_dense(fake) else None
 
 
 def arranged(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:

@@ -175,7 +175,7 @@ class Results:
     def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
         """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
         if permutation is not None:
-            return self._lowering.transpose(value, permutation)
+            return self._lowering.transpose(value, (*permutation, len(permutation)) if fake.is_complex() else permutation)
         return self._lowering.fresh(value, fake) if value in self._fetched or value.producer() is None or self._is_tangent(value) else value
 
     @staticmethod

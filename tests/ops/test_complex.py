@@ -153,3 +153,16 @@ def test_within_a_checkpoint() -> None:
         return torch.utils.checkpoint.checkpoint(lambda z: ((z @ weight) * z.conj()).abs(), z, use_reentrant=False)
 
     check_training(block, _complex(4, 4), _complex(4, 4))
+
+
+@DYNAMIC
+def test_results_lie_in_memory_as_eager_ones(dynamic: bool) -> None:
+    """A transform's has the transformed dimension innermost."""
+
+    def step(z: torch.Tensor, x: torch.Tensor) -> Any:
+        return torch.fft.fft(z, dim=1), torch.stft(x, 16, return_complex=True), (z * 2j).mT, z.permute(2, 0, 1) + 1j
+
+    given = (_complex(5, 6, 7), torch.randn(100))
+    results, expected = torch.compile(step, backend="ort_training", fullgraph=True, dynamic=dynamic)(*given), step(*given)
+    for one, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(one, other, check_stride=True)
