@@ -62,16 +62,23 @@ def ort_training(
         gm: Dynamo's graph. Parameters, buffers and inputs are its placeholders.
         example_inputs: Fake or real values of the placeholders.
         options: See `CompileOptions`.
-        mode: `torch.compile`'s; there is none but the default.
+        mode: `torch.compile`'s; None, or `"reduce-overhead"`, which is the option `cuda_graphs`.
 
     Returns:
         A callable with the graph's signature.
 
     Raises:
-        OptionError: an option is unknown or has a value that is not accepted.
-        EnvironmentProblem: a package is missing, too old, or installed twice.
-        LoweringError: `strict` is set and an operator does not run on ONNX Runtime's own kernels; or the tensors are on several CUDA devices.
+        OptionError: an option is unknown or has a value that is not accepted; or `mode` is one of inductor's.
+        EnvironmentProblem: a package is missing, too old, or installed twice; or ONNX Runtime makes no session on the provider.
+        LoweringError: `strict` is set and an operator does not run on ONNX Runtime's own kernels; or the tensors are on several CUDA devices, or on
+            one that is neither that nor the CPU.
+        PassError: a pass of the user's raised, or left a graph that cannot be used.
+        SessionError: ONNX Runtime rejects the graph.
+        OrtBackendError: a lowering raised, or returned what its operator does not.
+        TypeError: `gm` is a model or a function: this is called by `torch.compile`.
     """
+    if not isinstance(gm, fx.GraphModule):
+        raise TypeError(f"ort_training takes the graph that Dynamo hands to a backend, not {gm!r}: say torch.compile(model, backend='ort_training')")
     # 1. What is asked for, and what there is.
     settings = CompileOptions.parse(options)
     if mode == "reduce-overhead":
@@ -372,7 +379,7 @@ def _autograd_functions(options: Any) -> str:
         return "inline"
     if isinstance(options, CompileOptions):
         return options.autograd_functions
-    return str((options or {}).get("autograd_functions", "opaque"))
+    return str(options.get("autograd_functions", "opaque")) if isinstance(options, Mapping) else "opaque"
 
 
 def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
@@ -385,7 +392,9 @@ def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequen
     devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
     if len(devices) > 1:
         raise LoweringError(f"tensors on CUDA devices {sorted(devices)} meet in one graph, which runs on one device")
-    provider = settings.provider or ("CUDAExecutionProvider" if devices else "CPUExecutionProvider")
+    provider = settings.provider
+    if provider is None:
+        provider = "CUDAExecutionProvider" if devices else "CPUExecutionProvider"
     if devices and provider == "CPUExecutionProvider":
         raise OptionError("provider='CPUExecutionProvider' cannot read tensors on a CUDA device: leave the option out, or move model and inputs")
     kernels = "onnxruntime" if settings.strict else settings.kernels

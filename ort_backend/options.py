@@ -63,10 +63,10 @@ class CompileOptions:
 
     def __post_init__(self) -> None:
         _require(self.provider is None or isinstance(self.provider, str), "provider", self.provider, "a provider name or None")
-        _require(isinstance(self.provider_options, Mapping), "provider_options", self.provider_options, "a dict")
+        for name in ("provider_options", "session_options"):
+            _require_names(name, getattr(self, name))
         if str(self.provider_options.get("enable_cuda_graph", 0)) not in ("0", "False"):
             raise OptionError("provider_options['enable_cuda_graph']: a captured session needs its memory to stay; say options={'cuda_graphs': True}")
-        _require(isinstance(self.session_options, Mapping), "session_options", self.session_options, "a dict")
         _require(_is_int(self.opset) and self.opset in OPSETS, "opset", self.opset, f"an int from {OPSETS[0]} to {OPSETS[-1]}")
         _require(self.autograd_functions in ("opaque", "inline"), "autograd_functions", self.autograd_functions, "'opaque' or 'inline'")
         for name in ("fx_passes", "onnx_passes"):
@@ -76,8 +76,9 @@ class CompileOptions:
         _require(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "True or False")
         _require(isinstance(self.strict, bool), "strict", self.strict, "True or False")
         _require(_is_int(self.verify) and self.verify >= 0, "verify", self.verify, "a number of calls, 0 or more")
-        _require(self.dump_dir is None or isinstance(self.dump_dir, (str, os.PathLike)), "dump_dir", self.dump_dir, "a path or None")
-        _require(self.guard_log is None or isinstance(self.guard_log, (str, os.PathLike)), "guard_log", self.guard_log, "a path or None")
+        for name in ("dump_dir", "guard_log"):
+            given = getattr(self, name)
+            _require(given is None or (isinstance(given, (str, os.PathLike)) and given != ""), name, given, "a path or None")
 
     @property
     def custom_op_libraries(self) -> tuple[str, ...]:
@@ -97,10 +98,12 @@ class CompileOptions:
         """The options that `torch.compile` hands over, checked.
 
         Raises:
-            OptionError: a name is unknown (with the nearest known one) or a value is not accepted.
+            OptionError: they are no dict, a name is unknown (with the nearest known one), or a value is not accepted.
         """
         if isinstance(options, CompileOptions):
             return options
+        if not isinstance(options, (Mapping, type(None))):
+            raise OptionError(f'options for backend="ort_training" must be a dict, such as {{"strict": True}}, or CompileOptions, not {options!r}')
         known = [field.name for field in dataclasses.fields(cls)]
         given: dict[str, Any] = {**options} if options else {}
         for name in given:
@@ -113,6 +116,10 @@ class CompileOptions:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_names(name: str, given: object) -> None:
+    _require(isinstance(given, Mapping) and all(isinstance(key, str) for key in given), name, given, "a dict with names as its keys")
 
 
 def _require_functions(name: str, given: object) -> None:

@@ -59,6 +59,7 @@ def target(provider: str, opset: int, libraries: tuple[str, ...] = (), device: i
         device: Index of the device.
 
     Raises:
+        OptionError: no ONNX Runtime has a provider of that name.
         EnvironmentProblem: it cannot exchange tensors with PyTorch, or does not run sessions on that provider.
     """
     if not hasattr(C.OrtValueVector, "dlpack_at"):
@@ -87,10 +88,14 @@ def check_provider(provider: str, device: int = 0) -> None:
     A success is remembered; a failure is looked at again by the next call.
 
     Raises:
+        OptionError: no ONNX Runtime has a provider of that name.
         EnvironmentProblem: they do not; it says why.
     """
     if provider == CPU_PROVIDER:
         return
+    available = ort.get_available_providers()
+    if provider not in (*available, *ort.get_all_providers()):
+        raise OptionError(f"option 'provider' is {provider!r}, which ONNX Runtime does not know; this build has {', '.join(available)}")
     x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1])) for name in "xy")
     graph = ir.Graph([x], [y], nodes=[ir.Node("", "Relu", [x], outputs=[y])], opset_imports={"": 18})
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ from ort_backend.options import CompileOptions
 from ort_backend.runtime import arena
 
 X = torch.randn(4, 3, generator=seeded(0)).requires_grad_()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
 
 
 def test_torch_lists_the_backend() -> None:
@@ -57,6 +68,12 @@ def test_the_function_itself_is_a_backend() -> None:
     X.grad = None
 
 
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), torch.sin], ids=str)
+def test_the_function_itself_takes_no_model(model: Any) -> None:
+    with pytest.raises(TypeError, match="not .*: say torch.compile"):
+        ort_backend.ort_training(model, [X])
+
+
 def test_a_method_and_a_decorated_function() -> None:
     @torch.compile(backend="ort_training", fullgraph=True)
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -77,13 +94,29 @@ def test_an_unknown_option_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"opset": 17}, {"opset": 22}, {"opset": "18"}, {"opset": True}, {"strict": 1}, {"verify": -1}, {"verify": 1.5}]
-    + [{"dump_dir": 3}, {"provider": 3}, {"provider_options": []}, {"session_options": "fast"}],
+    + [{"dump_dir": 3}, {"provider": 3}, {"provider_options": []}, {"session_options": "fast"}]
+    + [{"provider_options": {1: 2}}, {"session_options": {1: 2}}, {"dump_dir": ""}, {"guard_log": ""}],
     ids=str,
 )
 def test_a_bad_value_is_an_error_that_names_the_option(options: dict[str, Any]) -> None:
     (name,) = options
     with refused(ort_backend.OptionError, f"option '{name}' is .*, but must be "):
         compiled(torch.sin, options=options)(X)
+
+
+@pytest.mark.parametrize("options", [["strict"], "strict"], ids=str)
+@pytest.mark.parametrize("function", [torch.sin, lambda x: Doubled.apply(x)], ids=["operator", "Function"])
+def test_options_that_are_no_dict_are_an_error(function: Callable[..., Any], options: Any) -> None:
+    with refused(ort_backend.OptionError, "must be a dict, such as .*, or CompileOptions, not "):
+        compiled(function, options=options)(X)
+
+
+@pytest.mark.parametrize("provider", ["cpu", "cpuexecutionprovider", ""])
+def test_a_provider_that_nobody_knows_is_an_error_that_names_the_option(provider: str, capfd: pytest.CaptureFixture[str]) -> None:
+    message = f"option 'provider' is '{provider}', which ONNX Runtime does not know; this build has .*CPUExecutionProvider"
+    with refused(ort_backend.OptionError, message):
+        compiled(torch.sin, options={"provider": provider})(X)
+    assert "EP Error" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("opset", [18, 19, 20, 21])
