@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from ort_backend.errors import OrtBackendError
 from ort_backend.lowering import object_state, trial
 from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
 from ort_backend.lowering.original_tensors import Original, originals, put_in
@@ -48,9 +49,16 @@ def register_fake(function: type[torch.autograd.Function]) -> Callable[[Callable
         @ort_backend.register_fake(MyFunction)
         def _(x, weight):
             return x.new_empty(x.shape[0], weight.shape[1])
+
+    Raises:
+        TypeError: `function` is no class of autograd.Functions, or what is decorated cannot be called.
     """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise TypeError(f"register_fake takes a subclass of torch.autograd.Function, not {function!r}; operators have torch.library.register_fake")
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fake):
+            raise TypeError(f"register_fake({function.__name__}) decorates a function of what `apply` gets, not {fake!r}")
         _fakes[function] = fake
         return fake
 
@@ -62,6 +70,7 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
 
     Raises:
         UnknownBehaviour: it cannot be found out.
+        OrtBackendError: what its author says of it (`register_fake`, `infer_shape`) raises, or says nothing that a forward returns.
     """
     key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)), tuple(site.repeated.items()))
     known = _known.setdefault(mode, {})
@@ -77,13 +86,14 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
 def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
     given, infer_shape = _fakes.get(site.cls), getattr(site.cls, "infer_shape", None)
     if given is not None:
-        with mode, enable_python_dispatcher(), torch.no_grad():
-            return _told(site, given(*site.arguments([tensor.detach() for tensor in tensors], ints)))
+        with _naming(site, "register_fake"), mode, enable_python_dispatcher(), torch.no_grad():
+            return _told(site, given(*site.arguments([tensor.detach() for tensor in tensors], ints)), "register_fake")
     if infer_shape is not None:
-        shapes, dtypes = infer_shape(None, [list(tensor.shape) for tensor in tensors], [tensor.dtype for tensor in tensors])
-        with mode:
-            results = tuple(torch.empty(tuple(s), dtype=d, device=tensors[0].device) for s, d in zip(shapes, dtypes, strict=True))
-        return _told(site, results[0] if len(results) == 1 else results)
+        with _naming(site, "infer_shape"):
+            shapes, dtypes = infer_shape(None, [list(tensor.shape) for tensor in tensors], [tensor.dtype for tensor in tensors])
+            with mode:
+                results = tuple(torch.empty(tuple(s), dtype=d, device=tensors[0].device) for s, d in zip(shapes, dtypes, strict=True))
+            return _told(site, results[0] if len(results) == 1 else results, "infer_shape")
     try:
         return _on_fakes(site, tensors, ints, mode)
     except _DataDependent as error:
@@ -92,10 +102,21 @@ def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         return _on_zeros(site, tensors, ints, mode, error)
 
 
-def _told(site: Site, returned: Any) -> Behaviour:
+@contextlib.contextmanager
+def _naming(site: Site, source: str) -> Iterator[None]:
+    """What goes wrong in what the author says of a Function is an error that names it."""
+    try:
+        yield
+    except Exception as error:
+        raise OrtBackendError(f"the {source} of autograd.Function {site.name} failed: {type(error).__name__}: {error}") from error
+
+
+def _told(site: Site, returned: Any, source: str) -> Behaviour:
     """From what the author says `forward` returns; everything else is assumed."""
     results, single = _results(returned)
     tensors = [result for result in results if isinstance(result, TensorResult)]
+    if results and all(isinstance(result, (int, torch.SymInt)) for result in results):
+        raise TypeError(f"it returned {returned!r}, and not a tensor of such a shape")
     return Behaviour(
         results=results,
         single=single,
@@ -103,6 +124,7 @@ def _told(site: Site, returned: Any) -> Behaviour:
         kept_outputs=tuple(range(len(tensors))),
         non_differentiable=frozenset(i for i, result in enumerate(tensors) if not _may_differentiate(result.dtype)),
         gradients=tuple(site.needs_gradient(i) for i in range(site.tensor_count)),
+        told_by=source,
     )
 
 
@@ -304,7 +326,7 @@ def _results(returned: Any) -> tuple[tuple[Any, ...], bool]:
     single = not isinstance(returned, tuple)
     results = (returned,) if single else returned
     if single and not isinstance(returned, (torch.Tensor, torch.SymInt, bool, int, float, str, type(None))):
-        raise TypeError(f"forward returned {type(returned).__name__}, not a tensor or a tuple")
+        raise TypeError(f"it returned {type(returned).__name__}, not a tensor or a tuple")
     return tuple(TensorResult.of(result) if isinstance(result, torch.Tensor) else result for result in results), single
 
 

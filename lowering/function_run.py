@@ -51,7 +51,7 @@ def forward(
         backward needs.
 
     Raises:
-        RuntimeError: it returned something else than it did when it was compiled.
+        RuntimeError: it returned something else than it did when it was compiled, or than its author says.
     """
     known = site.behaviour
     copied: set[int] = set()
@@ -105,19 +105,21 @@ def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], take
 
 def _tensors_of(site: Site, results: tuple[Any, ...]) -> list[torch.Tensor]:
     """The tensors among the results, which must be as they were when the call was compiled."""
-    expected = site.behaviour.results
+    expected, told_by = site.behaviour.results, site.behaviour.told_by
+    said = f"as its {told_by} says" if told_by else "when it was compiled"
     if len(results) != len(expected):
-        raise RuntimeError(f"{site.name}.forward returned {len(results)} results, but {len(expected)} when it was compiled")
+        raise RuntimeError(f"{site.name}.forward returned {len(results)} results, but {len(expected)} {said}")
     given = []
     for i, known in enumerate(expected):
         if type(known) is TensorResult:
             result = results[i]
             if not isinstance(result, torch.Tensor):
-                raise RuntimeError(f"{site.name}.forward returned {type(result).__name__} as result {i}, but a tensor when it was compiled")
+                raise RuntimeError(f"{site.name}.forward returned {type(result).__name__} as result {i}, but a tensor {said}")
             if result.dtype is not known.dtype or not known.fits(result.shape):
+                advice = "" if told_by else ". Pass what decides about it as an argument of apply()."
                 raise RuntimeError(
                     f"{site.name}.forward returned a tensor of shape {tuple(result.shape)} and {result.dtype} as result {i}, but of shape "
-                    f"{known.shape} and {known.dtype} when it was compiled. Pass what decides about it as an argument of apply()."
+                    f"{known.shape} and {known.dtype} {said}{advice}"
                 )
             given.append(result)
     return given

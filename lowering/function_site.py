@@ -109,6 +109,7 @@ class Behaviour:
         returned: For each tensor result, the index of the tensor it is, if it is one of these.
         last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one.
         differentiates: Whether its backward may ask autograd for gradients, which goes by which tensor it is.
+        told_by: What of the author's says it (`"register_fake"` or `"infer_shape"`), where it was not found out.
     """
 
     results: tuple[Any, ...]
@@ -124,6 +125,7 @@ class Behaviour:
     returned: tuple[int | None, ...] = ()
     last: tuple[int, ...] = ()
     differentiates: bool = True
+    told_by: str = ""
 
     @property
     def outputs(self) -> list[TensorResult]:

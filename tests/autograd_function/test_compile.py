@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from typing import Any
 
 import numpy as np
 import onnx
@@ -136,6 +137,46 @@ def test_shapes_that_the_user_tells() -> None:
         for batch in (3, 4, 7):
             compiled(*leaves((batch, 2))).sum().backward()
         assert Repeat.runs == 3  # never while it was compiled
+
+
+@pytest.mark.parametrize(
+    ("source", "tells", "said"),
+    [
+        ("register_fake", lambda x: x, "failed: TypeError: .* takes 1 positional argument but 2 were given"),
+        ("register_fake", lambda x, k: (2, 2), r"failed: TypeError: it returned \(2, 2\), and not a tensor"),
+        ("register_fake", lambda x, k: [x], "failed: TypeError: it returned list"),
+        ("infer_shape", lambda node, shapes: shapes, "failed: TypeError: .* takes 2 positional arguments but 3 were given"),
+        ("infer_shape", lambda node, shapes, dtypes: (shapes, []), "failed: ValueError"),
+    ],
+    ids=["arguments", "shape", "list", "infer_shape, arguments", "no dtypes"],
+)
+def test_what_the_user_tells_fails_under_its_name(source: str, tells: Any, said: str) -> None:
+    told = type("Told", (Repeat,), {"infer_shape": staticmethod(tells)} if source == "infer_shape" else {})
+    if source == "register_fake":
+        ort_backend.register_fake(told)(tells)
+    with pytest.raises(Exception, match=rf"(?s)OrtBackendError: the {source} of autograd.Function .*Told {said}.*from user code.*told.apply\(x, 2\)"):
+        torch.compile(lambda x: told.apply(x, 2), backend="ort_training")(torch.ones(2, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"), [((3, 2), torch.float32, r"\(3, 2\) and torch.float32"), ((4, 2), torch.float64, r"\(4, 2\) and torch.float64")]
+)
+def test_what_the_user_tells_is_not_so(shape: tuple[int, ...], dtype: torch.dtype, said: str) -> None:
+    told = type("Told", (Repeat,), {})
+    ort_backend.register_fake(told)(lambda x, k: x.new_empty(shape, dtype=dtype))
+    with pytest.raises(RuntimeError, match=rf"Told.forward returned a tensor of shape \(4, 2\) .* but of shape {said} as its register_fake says$"):
+        torch.compile(lambda x: told.apply(x, 2), backend="ort_training")(torch.ones(2, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize("function", [3, "mine::operator", torch.nn.Linear, Repeat.apply], ids=["int", "name", "module", "apply"])
+def test_only_a_function_is_told_of(function: Any) -> None:
+    with pytest.raises(TypeError, match="takes a subclass of torch.autograd.Function"):
+        ort_backend.register_fake(function)
+
+
+def test_what_tells_of_a_function_can_be_called() -> None:
+    with pytest.raises(TypeError, match=r"register_fake\(Repeat\) decorates a function"):
+        ort_backend.register_fake(Repeat)(3)  # type: ignore[arg-type]
 
 
 class Windows(Function):
