@@ -13,7 +13,7 @@ from ort_backend.guards.page import page
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if there were more recompiles than allowed, 2 for a file that cannot be read."""
+    """Returns the exit status: 0, 1 if there were more recompiles than allowed, 2 for a file that cannot be read or written, or is no guard log."""
     parser = argparse.ArgumentParser(prog="python -m ort_backend.guards", description=__doc__)
     parser.add_argument("log", nargs="+", help='files that options={"guard_log": ...} wrote; run.jsonl stands for run.rank0.jsonl, ... too')
     form = parser.add_mutually_exclusive_group()
@@ -25,16 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         diagnosis = from_journals(options.log)
-    except OSError as error:
+        if options.html:
+            Path(options.html).write_text(page(diagnosis, title=f"Recompiles of {', '.join(options.log)}"), encoding="utf-8")
+    except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if options.json:
         sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2, default=str) + "\n")
-    elif options.html:
-        Path(options.html).write_text(page(diagnosis, title=f"Recompiles of {', '.join(options.log)}"), encoding="utf-8")
-        sys.stdout.write(f"{options.html}\n")
     else:
-        sys.stdout.write(f"{diagnosis}\n")
+        sys.stdout.write(f"{options.html or diagnosis}\n")
     if options.max_recompiles is not None and (diagnosis.recompiles > options.max_recompiles or diagnosis.limits):
         gave_up = f", and {len(diagnosis.limits)} functions fell back to eager" if diagnosis.limits else ""
         sys.stderr.write(f"{diagnosis.recompiles} recompiles, {options.max_recompiles} allowed{gave_up}\n")

@@ -119,6 +119,7 @@ def from_journals(paths: Iterable[str]) -> Diagnosis:
 
     Raises:
         FileNotFoundError: a file does not exist.
+        ValueError: a file is no guard log.
     """
     entries = [from_event(event) for event in journal.read(paths)]
     return diagnose([entry for entry in entries if isinstance(entry, CompileRecord)], [entry for entry in entries if isinstance(entry, LimitHit)])

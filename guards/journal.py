@@ -63,13 +63,17 @@ def read(paths: Iterable[str | os.PathLike[str]]) -> list[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: neither the path nor rank files of it exist.
+        ValueError: a file has lines, and none of them is an event: it is another file.
     """
     events: list[dict[str, Any]] = []
     compiles: dict[tuple[str, int], dict[str, Any]] = {}
     for path in paths:
         for file in _files(Path(path)):
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-                event = _parsed(line)
+            text = file.read_text(encoding="utf-8", errors="replace")
+            parsed = [_parsed(line) for line in text.splitlines()]
+            if "\n" in text and not any(parsed):  # the first line is whole
+                raise ValueError(f'{file} is no file that options={{"guard_log": ...}} wrote: none of its lines is an event')
+            for event in parsed:
                 if event is None:
                     continue
                 key = (str(event.get("session")), event.get("index", -1))

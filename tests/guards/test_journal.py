@@ -191,6 +191,18 @@ def test_html_is_self_contained(run_log: Path, tmp_path: Path, capsys: pytest.Ca
     assert page.count("<rect") == 4 and "training step" in page and "mark_dynamic(x, 0)" in page
 
 
+@pytest.mark.parametrize("content", [b"not json\n", b'{"loss": 1.5}\n[1]\n', b"\xff\xfe\n"], ids=["text", "other JSON lines", "bytes"])
+def test_a_file_that_is_no_guard_log_is_an_error(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.jsonl").write_bytes(content)
+    assert main([str(tmp_path / "other.jsonl"), "--max-recompiles", "3"]) == 2  # a check that reads the wrong file must not pass
+    assert "other.jsonl is no file that options=" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_is_an_error(run_log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run_log), "--html", str(tmp_path / "nowhere" / "report.html")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_max_recompiles(run_log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_log), "--max-recompiles", "3"]) == 0
     assert main([str(run_log), "--max-recompiles", "2"]) == 1
