@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ort_backend.errors import EnvironmentProblem, OptionError
+from ort_backend.options import OPSETS
 from ort_backend.runtime import capabilities
 from ort_backend.supported import Support, supported
 
@@ -25,12 +28,12 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 if no operator has that name, 2 if the database cannot be read."""
+    """Returns the exit status: 0, 1 if no operator has that name, 2 if there is no such provider or the database cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m ort_backend.lowering", description=__doc__)
-    parser.add_argument("--operator", default="", metavar="REGEX", help="only operators whose name has this, such as gelu or aten::sum")
+    parser.add_argument("--operator", type=_pattern, default="", metavar="REGEX", help="only operators whose name has this: gelu, aten::sum")
     parser.add_argument("--outside", action="store_true", help="only those that PyTorch runs, for some arguments or always")
     parser.add_argument("--provider", default="CPUExecutionProvider", help="execution provider (%(default)s)")
-    parser.add_argument("--opset", type=int, default=18, help="ONNX operator set (%(default)s)")
+    parser.add_argument("--opset", type=int, choices=OPSETS, default=18, help="ONNX operator set (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     errors = Console(stderr=True)
@@ -41,10 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def progress(names: Sequence[str]) -> Iterator[str]:
         return iter(track(names, description="lowering samples", console=errors, transient=True))
 
-    # Everything that ONNX Runtime can run, also what PyTorch would be chosen for as the faster one.
-    target = dataclasses.replace(capabilities.target(options.provider, options.opset), kernels="onnxruntime")
     try:
+        # Everything that ONNX Runtime can run, also what PyTorch would be chosen for as the faster one.
+        target = dataclasses.replace(capabilities.target(options.provider, options.opset), kernels="onnxruntime")
         found = supported(target, options.operator, progress)
+    except (OptionError, EnvironmentProblem) as error:
+        errors.print(str(error), soft_wrap=True)
+        return 2
     except ModuleNotFoundError as error:
         errors.print(f"PyTorch's operator database needs a package that is not installed: pip install {error.name}", soft_wrap=True)
         return 2
@@ -59,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(_table(shown, options.provider))
         console.print(_summary(list(found.values())), highlight=False)
     return 0
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
 
 
 def _table(shown: Sequence[Support], provider: str) -> Table:

@@ -100,6 +100,18 @@ def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypa
     assert "pip install expecttest" in capsys.readouterr().err
 
 
+def test_a_wrong_provider_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--operator", "aten::relu$", "--provider", "cpu"]) == 2
+    assert "option 'provider' is 'cpu', which ONNX Runtime does not know" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value", "message"), [("--operator", "(", "'(' is no regular expression"), ("--opset", "3", "invalid choice: 3")])
+def test_a_wrong_argument_is_an_error(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([option, value])
+    assert message in capsys.readouterr().err
+
+
 def test_it_is_a_command(python: Callable[..., str]) -> None:
     arguments = ["--operator", "aten::_log_softmax", "--json"]
     printed = python(f"import runpy, sys; sys.argv[1:] = {arguments}; runpy.run_module('ort_backend.lowering.__main__')['main']()")
