@@ -75,6 +75,19 @@ def slice_(op: Any, self: ir.Value, dim: int = 0, start: Size | None = None, end
     return op.Slice(self, *bounds) if isinstance(step, int) and step == 1 else op.Slice(self, *bounds, as_vector(op, [step]))
 
 
+@register(aten.narrow_copy.default, any_dtype=True)
+def narrow_copy(op: Any, self: ir.Value, dim: int, start: Size, length: Size) -> ir.Value:
+    """narrow_copy(Tensor self, int dim, SymInt start, SymInt length) -> Tensor"""
+    at = axis(self, dim)
+    first = _start(op, self, at, start)
+    return slice_(op, self, at, first, first + length if isinstance(first, int) and isinstance(length, int) else op.Add(first, length))
+
+
+def _start(op: Any, value: ir.Value, at: int, start: Size) -> Size:
+    """The start of a slice, counted from the front."""
+    return start if isinstance(start, int) and start >= 0 else _position(op, start, length(op, value, at), 0)
+
+
 @register(aten.slice_backward.default)
 def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], dim: int, start: Size, end: Size, step: Size) -> ir.Value:
     """slice_backward(Tensor grad_output, SymInt[] input_sizes, int dim, SymInt start, SymInt end, SymInt step) -> Tensor"""
@@ -229,7 +242,7 @@ def split_with_sizes(op: Any, self: ir.Value, split_sizes: Sequence[Size], dim: 
     return op.Split(self, as_vector(op, split_sizes), axis=axis(self, dim), _outputs=len(split_sizes))
 
 
-@register(aten.unbind.int, any_dtype=True)
+@register(aten.unbind.int, aten.unbind_copy.int, any_dtype=True)
 def unbind(op: Any, self: ir.Value, dim: int = 0) -> Sequence[ir.Value]:
     """unbind.int(Tensor(a -> *) self, int dim=0) -> Tensor(a)[]"""
     total = size(self, axis(self, dim))

@@ -84,7 +84,7 @@ GAPS: tuple[Gap, ...] = (
     Gap("the CPU provider has no pooling of integers", ("max_pool*", "avg_pool*"), "Pool kernel for INT"),
     Gap("a transposed convolution to a size that is not known", ("col2im",), "an image of a size that is not known"),
     Gap("PyTorch rounds interpolated bytes", ("upsample_*", "_upsample_*"), "interpolated integers"),
-    Gap("operators of the exporter and of functionalisation, which training does not show", ("*_copy", "unbind_copy.int", "batch_norm_backward")),
+    Gap("operators of the exporter and of functionalisation, which training does not show", ("as_strided_copy", "batch_norm_backward")),
     Gap("likewise", ("_batch_norm_with_update_functional",)),
     Gap("antialiased resizing of planes of unknown size: the number of weights is not known", ("_upsample_*",), "_aa interpolation of dynamic sizes"),
     Gap("a composite that PyTorch keeps whole for its memory", ("torch_nn::_linear_cross_entropy_batch_chunked*",)),

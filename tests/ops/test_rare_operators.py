@@ -34,6 +34,28 @@ def test_repeat_interleave_of_dynamic_sizes() -> None:
     check_training(lambda x, r: x.repeat_interleave(r, 0), needs_grad(4, 6), T([1, 0, 2, 3]), dynamic=True, others=others)
 
 
+# What every lowering that moves elements takes; 8-bit floats stay with PyTorch.
+MOVED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*MOVED, torch.complex64, torch.complex128], ids=str)
+def test_copies_of_parts(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 4).to(dtype).requires_grad_(dtype.is_floating_point or dtype.is_complex)
+    for dim, start, length in ((0, 0, 5), (1, 1, 2), (-1, -3, 2), (0, 5, 0)):
+        check_training(lambda x, d=dim, s=start, n=length: x.narrow_copy(d, s, n), x)
+    for start, length in ((-2, 2), (-5, 5)):  # PyTorch's formula for the gradient takes no part that is counted from the end and ends there
+        check_training(lambda x, s=start, n=length: x.narrow_copy(0, s, n), x.detach())
+    check_training(lambda x: (*torch.unbind_copy(x), *torch.unbind_copy(x, -1)), x)
+
+
+def test_copies_of_parts_of_dynamic_sizes() -> None:
+    others = [(needs_grad(7, 4), needs_grad(4))]
+    check_training(lambda x, y: x.narrow_copy(0, y.shape[0] - 1, 2), needs_grad(5, 4), needs_grad(3), dynamic=True, others=others)
+    for function in (lambda x, y: x.detach().narrow_copy(0, -y.shape[0], y.shape[0]) * y[0], lambda x, y: x.detach().narrow_copy(0, -2, 2) * y[0]):
+        check_training(function, needs_grad(5, 4), needs_grad(3), dynamic=True, others=others)
+    check_training(lambda x, y: torch.unbind_copy(x, 1)[1] * y[0], needs_grad(5, 4), needs_grad(3), dynamic=True, others=others)
+
+
 @pytest.mark.parametrize("numbers", [[1, 3, 3, 0, 7], [0], []])
 def test_bincount(numbers: list[int]) -> None:
     given = T(numbers, dtype=torch.int64)
