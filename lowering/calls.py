@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_backend.errors import LoweringError
+from ort_backend.errors import LoweringError, OrtBackendError
 from ort_backend.lowering import symbolic, torchlib
 from ort_backend.lowering.complex_numbers import (
     Complex,
@@ -26,8 +27,10 @@ from ort_backend.lowering.complex_numbers import (
 )
 from ort_backend.lowering.constants import as_bool, constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.lowered import FaultyLowering
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
-from ort_backend.lowering.registry import Lowering
+from ort_backend.lowering.provenance import operator_name, user_line
+from ort_backend.lowering.registry import Lowering, Unsupported
 from ort_backend.target import OrtTarget
 
 
@@ -43,13 +46,19 @@ class Calls:
         self.hints: dict[str, int] = {}
 
     def call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's."""
+        """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's.
+
+        Raises:
+            Unsupported: it declines.
+            FaultyLowering: it raises something else, or returns what the operator does not.
+        """
         check_storage(lowering, node)
         if lowering.linear is not None:
             return self._call_for_each_part(lowering, node, args, kwargs)
         if not lowering.any_dtype:
             args, kwargs = self._promote(lowering, node, args, kwargs)
-        return self._results(lowering.function(self._op, *args, **kwargs), node.meta["val"])
+        with _naming(lowering, node):
+            return self._results(lowering.function(self._op, *args, **kwargs), node.meta["val"])
 
     def _call_for_each_part(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls a lowering of real numbers for the real and for the imaginary parts, or for the real ones alone where all others are zeros."""
@@ -62,7 +71,8 @@ class Calls:
             mine, keywords = take_part(self._op, name, names, linear, args, kwargs)
             if not lowering.any_dtype:
                 mine, keywords = self._promote(lowering, node, mine, keywords)
-            results = self._results(lowering.function(self._op, *mine, **keywords), fake)
+            with _naming(lowering, node):
+                results = self._results(lowering.function(self._op, *mine, **keywords), fake)
             return results if isinstance(results, list) else [results]
 
         real = part("real")
@@ -115,7 +125,8 @@ class Calls:
         """The lowering's results with the dtypes and shapes of the node's."""
         if isinstance(fake, (tuple, list)):
             results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
-            assert len(results) == len(fake), f"{len(results)} results for {len(fake)}"
+            if len(results) != len(fake):
+                raise _Returned(f"{len(results)} results instead of {len(fake)}")
             return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
         return self._result(results, fake)
 
@@ -124,12 +135,15 @@ class Calls:
             return self._complex_result(value, part_of(fake))
         if isinstance(value, Complex):
             value = value.real
+        if not isinstance(value, (ir.Value, int, float)):
+            raise _Returned(f"{type(value).__name__} instead of a value of the graph")
         if isinstance(fake, (torch.Tensor, Part)):
             if isinstance(value, (int, float)):  # of a number for a tensor, such as `vmap` hands to a cast
                 value = constant(self._op, value, to_ir(fake.dtype))
             if value.dtype is None:
                 value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
             value = self._cast(value, fake.dtype)
+            _check_shape(value, self.type_of(fake)[1])
         return self.stamp(value, fake)
 
     def _complex_result(self, value: Any, part: Part) -> Complex:
@@ -161,6 +175,31 @@ class Calls:
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])
         return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
+
+
+class _Returned(Exception):
+    """A lowering returned what its operator does not."""
+
+
+@contextlib.contextmanager
+def _naming(lowering: Lowering, node: fx.Node) -> Iterator[None]:
+    """What goes wrong in a lowering is an error that names it, the operator and the user's line."""
+    try:
+        yield
+    except (Unsupported, OrtBackendError):
+        raise
+    except Exception as error:
+        said = f"returned {error}" if isinstance(error, _Returned) else f"failed: {type(error).__name__}: {error}"
+        raise FaultyLowering(lowering.function, operator_name(node.target), said, user_line(node)) from error
+
+
+def _check_shape(value: ir.Value, expected: ir.Shape) -> None:
+    """Whether a shape that ONNX has inferred can be the operator's."""
+    if value.shape is None:
+        return
+    fits = len(value.shape) == len(expected) and all(a == b for a, b in zip(value.shape, expected) if isinstance(a, int) and isinstance(b, int))
+    if not fits:
+        raise _Returned(f"a value of shape {value.shape} instead of {expected}")
 
 
 def _takes_number(argument: Any) -> bool:

@@ -226,6 +226,7 @@ class GraphLowering:
 
         Raises:
             LoweringError: a node cannot be expressed at all, or only by PyTorch's kernel under `strict`.
+            FaultyLowering: its lowering raises, or returns what the operator does not.
         """
         for node in nodes:
             if node not in self.env and not is_symbolic_number(node):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import onnx_ir as ir
 
-from ort_backend.errors import LoweringError
+from ort_backend.errors import LoweringError, OrtBackendError
 from ort_backend.lowering.provenance import at
 from ort_backend.lowering.python_op import PythonCall
 from ort_backend.target import ATEN
@@ -18,6 +21,15 @@ class NotOnOrt(LoweringError):
     def __init__(self, operator: str, reason: str, where: str) -> None:
         super().__init__(f"{operator} does not run on ONNX Runtime: {reason}{at(where)}")
         self.reason = reason
+
+
+class FaultyLowering(OrtBackendError):
+    """A lowering raised, or returned what its operator does not. Never a reason to run the operator elsewhere: its author is to know."""
+
+    def __init__(self, function: Callable[..., Any], operator: str, said: str, where: str) -> None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        written = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        super().__init__(f"the lowering {getattr(function, '__qualname__', function)}{written} of {operator} {said}{at(where)}")
 
 
 @dataclasses.dataclass(frozen=True)

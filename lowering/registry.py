@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -72,15 +73,18 @@ def register(
     A lowering with more requirements is tried first, so that a faster kernel stands beside the plain ONNX form; then one for a device.
 
     Raises:
-        TypeError: a target is an overload packet (`aten.add`) instead of an overload (`aten.add.Tensor`).
-        ValueError: that target already has a lowering with these requirements for this device.
+        TypeError: there is no target, or one is an overload packet (`aten.add`) instead of an overload (`aten.add.Tensor`); names stand in a string
+            instead of a tuple; what is decorated cannot be called.
+        ValueError: that target already has a lowering with these requirements for this device; `promote` or `device` is none that there is, a name in
+            `requires` has no domain, one in `keep` or `whole_storage` is no argument.
     """
-    for target in targets:
-        if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
-            raise TypeError(f"register takes operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
+    _check(targets, device, promote, {"requires": requires, "keep": keep, "whole_storage": whole_storage})
 
     def add(function: Function) -> Function:
+        if not callable(function):
+            raise TypeError(f"a lowering is a function from an operator's arguments to ONNX nodes, not {function!r}")
         for target in targets:
+            _check_arguments(target, function, {"keep": keep, "whole_storage": whole_storage})
             present = _table.setdefault(target, [])
             if any((lowering.requires, lowering.device) == (requires, device) for lowering in present):
                 raise ValueError(f"{target} already has a lowering with requires={requires}" + (f" and device={device!r}" if device else ""))
@@ -89,6 +93,33 @@ def register(
         return function
 
     return add
+
+
+def _check(targets: Sequence[object], device: str | None, promote: str | None, names: Mapping[str, Sequence[str]]) -> None:
+    """What `register` can tell before it has the function."""
+    for target in targets or (None,):
+        if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
+            raise TypeError(f"a lowering is registered for operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
+    for option, given in names.items():
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"{option}={given!r} must be a tuple of names")
+    for name in names["requires"]:
+        if "::" not in name:
+            raise ValueError(f"requires has {name!r}, but must name operators with their domain, such as 'com.microsoft::GeluGrad'")
+    if promote not in (None, *get_args(Promote)):
+        raise ValueError(f"promote={promote!r} must be None or one of {', '.join(map(repr, get_args(Promote)))}")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be None, 'cpu' or 'cuda'")
+
+
+def _check_arguments(target: torch._ops.OpOverload | str, function: Callable[..., Any], names: Mapping[str, Sequence[str]]) -> None:
+    """Whether the names are arguments: of the operator, or of the function, which several overloads may share."""
+    if isinstance(target, str) or not any(names.values()):
+        return
+    known = {argument.name for argument in target._schema.arguments}
+    for option, given in names.items():
+        if unknown := set(given) - known - set(inspect.signature(function).parameters):
+            raise ValueError(f"{option}={tuple(given)!r} names {min(unknown)!r}, which {target._schema} does not take")
 
 
 def register_complex(*targets: torch._ops.OpOverload, promote: Promote | None = None, keep: tuple[str, ...] = ()) -> Callable[[Function], Function]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from behaviours.check import single_session
+from behaviours.check import refused, single_session
 
 import ort_backend
 from ort_backend import LoweringError, graph_report
@@ -117,6 +117,34 @@ def test_a_lowering_that_declines_leaves_the_operator_to_pytorch(lowerings: None
 
     graph = compare()
     assert {one.operator: one.reason for one in graph.outside}["extending::soft_sign"] == "a scale is not expressible"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda op, x: op.Softsign(x), "failed: TypeError: .* takes 2 positional arguments but 3 were given"),
+        (lambda op, x, scale: x.no_such, "failed: AttributeError"),
+        (lambda op, x, scale: None, "returned NoneType instead of a value of the graph"),
+        (lambda op, x, scale: [op.Softsign(x)], "returned list instead of a value of the graph"),
+        (lambda op, x, scale: op.ReduceSum(x), r"returned a value of shape \[1,1\] instead of \[2,3\]"),
+        (lambda op, x, scale: 3.0, r"returned a value of shape \[\] instead of \[2,3\]"),
+    ],
+    ids=["arguments", "raises", "nothing", "list", "shape", "number"],
+)
+def test_a_faulty_lowering_is_an_error_that_names_it(body: Any, said: str, lowerings: None) -> None:
+    ort_backend.register_lowering(OPERATORS.soft_sign.default)(body)
+    message = rf"(?s)the lowering .*test_custom_operators.py:\d+\) of extending::soft_sign {said}.*soft_sign\(x @ w"
+    with refused(ort_backend.OrtBackendError, message):
+        compare()
+
+
+def test_a_lowering_of_too_few_results(lowerings: None) -> None:
+    library = torch.library.Library("extending_thirds", "FRAGMENT")
+    library.define("parts(Tensor x) -> (Tensor, Tensor)")
+    library.impl("parts", lambda x: (x * 0.5, x - x * 0.5), "CompositeExplicitAutograd")
+    ort_backend.register_lowering(torch.ops.extending_thirds.parts.default)(lambda op, x: op.Neg(x))
+    with refused(ort_backend.OrtBackendError, "of extending_thirds::parts returned 1 results instead of 2"):
+        torch.compile(torch.ops.extending_thirds.parts, backend="ort_training")(torch.randn(3))
 
 
 def test_strict_asks_for_a_lowering() -> None:

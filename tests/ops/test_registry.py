@@ -84,5 +84,31 @@ def test_a_duplicate_is_refused() -> None:
 
 
 def test_an_overload_packet_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes operator overloads"):
+    with pytest.raises(TypeError, match="is registered for operator overloads"):
         register(aten.add)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="is registered for operator overloads"):
+        register()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"requires": "com.microsoft::GeluGrad"}, TypeError, "requires='com.microsoft::GeluGrad' must be a tuple"),
+        ({"requires": ("GeluGrad",)}, ValueError, "requires has 'GeluGrad', but must name operators with their domain"),
+        ({"keep": "self"}, TypeError, "keep='self' must be a tuple"),
+        ({"keep": ("selv",)}, ValueError, "names 'selv', which aten::gcd"),
+        ({"whole_storage": ("selv",)}, ValueError, "names 'selv', which aten::gcd"),
+        ({"promote": "outputs"}, ValueError, "promote='outputs' must be None or one of 'output'"),
+        ({"device": "gpu"}, ValueError, "device='gpu' must be None, 'cpu' or 'cuda'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        register(aten.gcd.default, **arguments)(lambda op, self, other: self)
+    assert aten.gcd.default not in registry.registered()
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="a lowering is a function"):
+        register(aten.gcd.default)(3)  # type: ignore[type-var]
