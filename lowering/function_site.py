@@ -209,7 +209,6 @@ class Site:
         self.context_type = context_type(cls)
         slots = [leaf for leaf in pytree.tree_leaves(template, is_leaf=stands_for) if isinstance(leaf, Slot)]
         self.tensor_count = sum(slot.kind != "int" for slot in slots)
-        self.int_count = len(slots) - self.tensor_count
         places = {arg.index: i for i, arg in enumerate(template) if isinstance(arg, Slot) and arg.kind == "tensor"}
         self.differentiable = tuple(places.get(i) for i in range(self.tensor_count))
         self.requiring = [i for i in range(self.tensor_count) if self.needs_gradient(i)]

@@ -53,7 +53,8 @@ print(counts.forward, counts.backward)
     assert python(code) == "1 1"
 
 
-def test_the_transformers_trainer_takes_it_by_name(tmp_path: Path) -> None:
+def test_the_arguments_of_transformers_take_the_name(tmp_path: Path) -> None:
+    """The Trainer itself does not, as accelerate has a list of backends: `model.compile(backend="ort_training")` in front of it works."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(str(tmp_path), torch_compile=True, torch_compile_backend="ort_training", report_to=[], use_cpu=True)
