@@ -30,7 +30,7 @@ class CompileOptions:
             the fast way for small pointwise Functions; where they cannot, the graph breaks.
         fx_passes: Functions that AOTAutograd's graph goes through before it is lowered, in this order: the joint graph of forward and backward,
             or the graph of a forward alone. Each takes an `fx.GraphModule` of ATen operators and changes it in place, or returns another one.
-            Placeholders and the number of results must stay; dtypes and shapes of new nodes (`meta["val"]`) are worked out.
+            Placeholders and results (their number, dtypes and shapes) must stay; dtypes and shapes of new nodes (`meta["val"]`) are worked out.
         onnx_passes: Functions that the ONNX graph goes through before the session is made, in this order. Each takes an `onnx_ir.Model` and
             changes it in place, or returns another one. Inputs, outputs and the node `YieldOp`, at which the forward ends, must stay.
         kernels: `"measured"`: an operator that both ONNX Runtime and PyTorch have a kernel for runs on the faster one, by a table of

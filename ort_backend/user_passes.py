@@ -27,11 +27,11 @@ def run_fx_passes(passes: Sequence[Callable[[fx.GraphModule], Any]], module: fx.
         module: The joint graph (placeholders: primals, then tangents), or the graph of a forward alone.
 
     Raises:
-        PassError: a pass raised, returned something else, or changed what the graph takes or how much it gives.
+        PassError: a pass raised, returned something else, or changed what the graph takes or gives: how much, of which dtypes and shapes.
     """
     for function in passes:
         title = f"FX pass {name_of(function)!r}"
-        before = _interface(module.graph)
+        before, results = _interface(module.graph), _results(module.graph)
         described = module.graph.output_node().meta
         try:
             made = function(module)
@@ -42,6 +42,9 @@ def run_fx_passes(passes: Sequence[Callable[[fx.GraphModule], Any]], module: fx.
             raise PassError(f"{title} changed the placeholders of the graph, or the number of its results")
         module.graph.output_node().meta = {**described, **module.graph.output_node().meta}
         _complete(module, title)
+        for i, (was, now) in enumerate(zip(results, _results(module.graph), strict=True)):
+            if was is not None and now is not None and not _fits(was, now):
+                raise PassError(f"{title} changed result {i} of the graph from {was[0]} {list(was[1])} to {now[0]} {list(now[1])}")
     return module
 
 
@@ -63,6 +66,19 @@ def _module(made: Any, module: fx.GraphModule, title: str) -> fx.GraphModule:
 def _interface(graph: fx.Graph) -> tuple[list[str], int]:
     """The names of the placeholders, and the number of results."""
     return [str(node.target) for node in graph.nodes if node.op == "placeholder"], len(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _results(graph: fx.Graph) -> list[tuple[torch.dtype, tuple[Any, ...]] | None]:
+    """Dtype and shape of each result that is a tensor."""
+    fakes = [one.meta.get("val") if isinstance(one, fx.Node) else one for one in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [(fake.dtype, tuple(fake.shape)) if isinstance(fake, torch.Tensor) else None for fake in fakes]
+
+
+def _fits(was: tuple[torch.dtype, tuple[Any, ...]], now: tuple[torch.dtype, tuple[Any, ...]]) -> bool:
+    """Whether dtypes are equal, and shapes as far as sizes are numbers: a pass may write a symbolic one in another way."""
+    (dtype, shape), (new_dtype, new_shape) = was, now
+    same = (a == b for a, b in zip(shape, new_shape) if isinstance(a, int) and isinstance(b, int))
+    return dtype == new_dtype and len(shape) == len(new_shape) and all(same)
 
 
 def _complete(module: fx.GraphModule, title: str) -> None:

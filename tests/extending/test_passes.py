@@ -289,9 +289,17 @@ def _unknown_arguments(module: fx.GraphModule) -> None:
         node.replace_all_uses_with(new := module.graph.call_function(aten.view.default, (node, [-7])), lambda user: user is not new)
 
 
+def _sum_the_result(module: fx.GraphModule) -> None:
+    output = module.graph.output_node()
+    first = output.args[0][0]  # type: ignore[index, union-attr]
+    with module.graph.inserting_after(first):  # type: ignore[arg-type]
+        output.replace_input_with(first, module.graph.call_function(aten.sum.default, (first,)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "function", "message"),
     [
+        ("fx_passes", _sum_the_result, r"changed result 0 of the graph from torch.float32 \[2, 3\] to torch.float32 \[\]"),
         ("fx_passes", _drop_an_input, "changed the placeholders"),
         ("fx_passes", _leave_a_dangling_node, "not well formed"),
         ("fx_passes", _unknown_arguments, "cannot be worked out"),
