@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ class Dump:
         """Where to write, or None if nothing is to be written.
 
         Raises:
-            OptionError: the directory cannot be made.
+            OptionError: the directory cannot be made, or written to.
         """
         if settings.dump_dir is None:
             return None
@@ -41,6 +42,10 @@ class Dump:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
+        try:
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be written to: {error}") from None
         return cls(directory, name)
 
     def of(self, name: str) -> Dump:

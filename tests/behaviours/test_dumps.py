@@ -88,6 +88,15 @@ def test_the_repro_script_runs(tmp_path: Path, kind: str) -> None:
     assert "equal eager's" in done.stdout
 
 
+def test_a_directory_that_cannot_be_written_to_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write anywhere
+    with refused(ort_backend.OptionError, "option 'dump_dir'.*cannot be written to: .*Permission denied"):
+        compiled(torch.sin, options={"dump_dir": str(tmp_path)})(X)
+
+
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with refused(ort_backend.OptionError, "dump_dir.*cannot be made"):
