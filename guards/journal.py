@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 SESSION = f"{os.getpid()}-{time.time_ns():x}"
 
+# What a warning has said already.
+_warned: set[str] = set()
+
 
 def rank_path(path: str | os.PathLike[str], rank: int | None) -> Path:
     """`run.jsonl`, or `run.rank3.jsonl` where there are several ranks."""
@@ -33,7 +36,7 @@ def session() -> str:
 
 
 def append(path: Path, event: Mapping[str, Any]) -> None:
-    """Adds one line. A journal that cannot be written is a warning, once per message, and does not stop the training."""
+    """Adds one line. A journal that cannot be written is a warning, once for each path and cause, and does not stop the training."""
     line = json.dumps({"session": session(), **event}, default=_plain, separators=(",", ":")) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,9 @@ def append(path: Path, event: Mapping[str, Any]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        log.warning('the option guard_log="%s" cannot be written: %s', path, error)
+        if (said := f"{path}: {error}") not in _warned:
+            _warned.add(said)
+            log.warning('the option guard_log="%s" cannot be written: %s', path, error)
 
 
 def _plain(value: Any) -> Any:

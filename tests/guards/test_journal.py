@@ -133,9 +133,9 @@ def test_a_file_that_cannot_be_written_does_not_stop_the_training(
     tmp_path: Path, make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    run_loop(make_backend(guard_log=str(tmp_path / "file" / "run.jsonl")), range(2, 3))
-    assert len(records.all()) == 1
-    assert any("cannot be written" in entry.getMessage() for entry in caplog.records)
+    run_loop(make_backend(guard_log=str(tmp_path / "file" / "run.jsonl")), range(2, 5))
+    assert len(records.all()) > 1
+    assert len([entry for entry in caplog.records if "cannot be written" in entry.getMessage()]) == 1  # not for each compile
 
 
 def test_old_and_newer_lines_are_read(tmp_path: Path) -> None:
