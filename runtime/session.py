@@ -321,11 +321,11 @@ class Session:
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a callable inside raised, as itself, or a `SessionError`."""
         raised = take_error() or cuda.take_failure()
-        if raised is not None:
-            return raised
         named = re.search(r"Name:'([^']+)'", str(error))
         line = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         where = f"\n  at {line}" if line else ""
+        if raised is not None:
+            return _noted(raised, where)
         index = out_of_range.described(str(error))
         if index is not None:
             return OutOfRangeError(f"{index}, in graph {self.name!r}{where}")
@@ -338,6 +338,14 @@ class Session:
             registration.release()
         if getattr(self, "_open", None) is not None:
             self.close()
+
+
+def _noted(error: BaseException, where: str) -> BaseException:
+    """The exception with the user's line behind its text in a traceback; before Python 3.11 there are no notes."""
+    note = where.removeprefix("\n")
+    if note and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 # The host decides what comes next, or waits for a size.

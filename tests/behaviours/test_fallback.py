@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from behaviours.check import call, compiled, if_on_cuda, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
+from behaviours.check import call, compiled, if_on_cuda, on_ort, refused, same_as_eager, same_gradients, same_tree, single_session, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
 from default_device import DEVICE, random_state, seeded
 from torch import nn
@@ -198,6 +199,17 @@ def test_an_index_out_of_range_is_an_index_error(read: Any, index: int, says: st
         with pytest.raises(IndexError):  # as in eager PyTorch
             read(x, torch.tensor([1, index]))
         step(x, torch.tensor([3, 0])).sum().backward()
+
+
+@single_session
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_of_pytorchs_names_the_users_line_in_its_traceback() -> None:
+    divided = compiled(lambda x, y: x // y + 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ZeroDivisionError") as raised:
+            divided(torch.ones(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+        (note,) = raised.value.__notes__
+        assert note.startswith("  at File ") and note.endswith("divided = compiled(lambda x, y: x // y + 1)")
 
 
 def test_another_device_is_an_error_that_names_the_input() -> None:
