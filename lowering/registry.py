@@ -76,7 +76,7 @@ def register(
         TypeError: there is no target, or one is an overload packet (`aten.add`) instead of an overload (`aten.add.Tensor`); names stand in a string
             instead of a tuple; what is decorated cannot be called.
         ValueError: that target already has a lowering with these requirements for this device; `promote` or `device` is none that there is, a name in
-            `requires` has no domain, one in `keep` or `whole_storage` is no argument.
+            `requires` has no domain, one in `keep` or `whole_storage` is no argument; an operator's name is one that no operator is looked up by.
     """
     _check(targets, device, promote, {"requires": requires, "keep": keep, "whole_storage": whole_storage})
 
@@ -100,6 +100,8 @@ def _check(targets: Sequence[object], device: str | None, promote: str | None, n
     for target in targets or (None,):
         if not isinstance(target, torch._ops.OpOverload) and not (isinstance(target, str) and "::" in target):
             raise TypeError(f"a lowering is registered for operator overloads such as torch.ops.aten.add.Tensor, not {target!r}")
+        if isinstance(target, str) and (target.startswith(("aten::", "prims::")) or target.endswith(".default")):
+            raise ValueError(f"{target!r} would not be found: PyTorch's own operators are given as overloads, and a default overload has no ending")
     for option, given in names.items():
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"{option}={given!r} must be a tuple of names")

@@ -109,6 +109,12 @@ def test_a_wrong_argument_is_refused(arguments: dict[str, Any], error: type[Exce
     assert aten.gcd.default not in registry.registered()
 
 
+@pytest.mark.parametrize("name", ["aten::gcd", "mine::operator.default"])
+def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' would not be found"):
+        register(name)
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     with pytest.raises(TypeError, match="a lowering is a function"):
         register(aten.gcd.default)(3)  # type: ignore[type-var]
