@@ -6,8 +6,7 @@
     python -m benchmarks run --device cuda                     # models of real sizes, float32, and bfloat16 autocast
 
 Writes results.json, report.md with its plots, and table.md (a table for the README). The exit status is 1 if a backend failed, or computed
-another loss or gradient than eager. Single questions have scripts of their own:
-python -m benchmarks.{kernels,layers,shapes,overhead,kept,recurrent,fusions,device_kernels}.
+another loss or gradient than eager. Single questions have commands of their own, which benchmarks/README.md lists.
 """
 
 from __future__ import annotations
@@ -72,6 +71,8 @@ def main() -> int:
     arguments = parse(sys.argv[1:])
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: PyTorch sees no CUDA device")
+    if unknown := set(arguments.backends) - set(torch._dynamo.list_backends(exclude_tags=None)):  # type: ignore[arg-type]
+        sys.exit(f"--backends {min(unknown)}: PyTorch knows no backend of that name")
     results = suite.run(settings_of(arguments))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -74,6 +74,12 @@ def test_a_run_writes_every_figure(tmp_path: Path) -> None:
     assert "python -m benchmarks run --quick --models test" in (out / "table.md").read_text()
 
 
+def test_a_backend_that_nobody_knows_is_an_error_at_once() -> None:
+    command = [sys.executable, "-m", "benchmarks", "run", "--backends", "inductr"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stderr == "--backends inductr: PyTorch knows no backend of that name\n"
+
+
 @pytest.fixture
 def backends() -> Iterator[None]:
     """`scaled` computes a loss that is 1 % off, `upside_down` gradients of the wrong sign, `broken` nothing; `fatal` ends the process."""
