@@ -294,7 +294,14 @@ def parse_arguments() -> argparse.Namespace:
     compare.add_argument("--samples", type=int, default=2)
     compare.add_argument("--sample-length", type=int, default=250, help="characters")
     compare.add_argument("--out", type=Path, default=Path("out"), help="folder of the PNG")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.heads < 1 or args.width % args.heads:
+        parser.error(f"--width {args.width} is no multiple of --heads {args.heads}")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: PyTorch sees no CUDA device")
+    if unknown := {args.backend, *args.also_time} - set(torch._dynamo.list_backends(exclude_tags=None)):
+        parser.error(f"PyTorch knows no backend {min(unknown)!r}")
+    return args
 
 
 def main() -> int:
@@ -308,7 +315,8 @@ def main() -> int:
     for training in (eager, compiled):
         torch.manual_seed(args.seed)  # the dropout masks
         train(training)
-    show_samples(compiled, corpus)
+    if args.samples > 0:
+        show_samples(compiled, corpus)
 
     others = [start(backend, corpus, args) for backend in args.also_time]
     trainings = [eager, *(training for training in others if training is not None), compiled]
