@@ -103,7 +103,7 @@ def _check(targets: Sequence[object], device: str | None, promote: str | None, n
         if isinstance(target, str) and (target.startswith(("aten::", "prims::")) or target.endswith(".default")):
             raise ValueError(f"{target!r} would not be found: PyTorch's own operators are given as overloads, and a default overload has no ending")
     for option, given in names.items():
-        if not isinstance(given, (tuple, list)):
+        if not isinstance(given, tuple):
             raise TypeError(f"{option}={given!r} must be a tuple of names")
     for name in names["requires"]:
         if "::" not in name:

@@ -94,6 +94,7 @@ def test_an_overload_packet_is_refused() -> None:
     ("arguments", "error", "message"),
     [
         ({"requires": "com.microsoft::GeluGrad"}, TypeError, "requires='com.microsoft::GeluGrad' must be a tuple"),
+        ({"requires": ["com.microsoft::GeluGrad"]}, TypeError, "must be a tuple"),
         ({"requires": ("GeluGrad",)}, ValueError, "requires has 'GeluGrad', but must name operators with their domain"),
         ({"keep": "self"}, TypeError, "keep='self' must be a tuple"),
         ({"keep": ("selv",)}, ValueError, "names 'selv', which aten::gcd"),
