@@ -70,7 +70,8 @@ def is_positive(value: ir.Value) -> bool:
     return value.meta.get(_LEAST) == 1
 
 
-def _may_be_negative(value: ir.Value) -> bool:
+def may_be_negative(value: ir.Value) -> bool:
+    """Whether this is a number that is not known to be 0 or more."""
     if value.const_value is not None:
         return bool(value.const_value.numpy() < 0)
     return _LEAST not in value.meta
@@ -115,7 +116,7 @@ def name_of(size: Number) -> int | str | None:
 def _floor_div(op: Any, a: ir.Value, b: ir.Value) -> ir.Value:
     if a.dtype == ir.DataType.DOUBLE:
         return op.Floor(op.Div(a, b))
-    if _may_be_negative(a) or _may_be_negative(b):  # ONNX's division truncates; its remainder has the sign of the divisor, as Python's has
+    if may_be_negative(a) or may_be_negative(b):  # ONNX's division truncates; its remainder has the sign of the divisor, as Python's has
         return op.Div(op.Sub(a, op.Mod(a, b)), b)
     return op.Div(a, b)
 

@@ -11,7 +11,7 @@ import torch
 from ort_backend.lowering.axes import length, rank
 from ort_backend.lowering.constants import Scalar, constant, int64s, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.symbolic import as_vector
+from ort_backend.lowering.symbolic import as_vector, may_be_negative
 
 aten = torch.ops.aten
 
@@ -35,7 +35,8 @@ def _nothing(pad: Sequence[Size]) -> bool:
 @register(aten.constant_pad_nd.default)
 def constant_pad_nd(op: Any, self: ir.Value, pad: Sequence[Size], value: Scalar | ir.Value = 0) -> ir.Value:
     """constant_pad_nd(Tensor self, SymInt[] pad, Scalar value=0) -> Tensor"""
-    self, pad = _without_cuts(op, self, pad)
+    pad, cuts = _parted(op, pad)
+    self = _without(op, self, cuts)
     if _nothing(pad):
         return self
     if self.dtype in _WITHOUT_PAD and all(not isinstance(part, ir.Value) for part in pad):
@@ -76,25 +77,48 @@ def replication_pad(op: Any, self: ir.Value, padding: Sequence[Size]) -> ir.Valu
 
 
 def _extended(op: Any, value: ir.Value, padding: Sequence[Size], mode: str) -> ir.Value:
-    # What is cut off is cut off of the extended tensor.
-    added = [part if isinstance(part, ir.Value) else max(part, 0) for part in padding]
-    cut = [0 if isinstance(part, ir.Value) else min(part, 0) for part in padding]
+    added, cuts = _parted(op, padding)
     extended = value if _nothing(added) else op.Pad(value, as_vector(op, _pads(value, added)), mode=mode)
-    return _without_cuts(op, extended, cut)[0]
+    return _without(op, extended, cuts)  # what is cut off is cut off of the extended tensor
 
 
-def _without_cuts(op: Any, value: ir.Value, padding: Sequence[Size]) -> tuple[ir.Value, list[Size]]:
-    """`value` without what negative padding takes off, and the padding that is left to add.
+def _parted(op: Any, padding: Sequence[Size]) -> tuple[list[Size], list[Size]]:
+    """What padding adds, and what it cuts off where it is negative, or may be; neither is negative.
 
     ONNX Runtime's Pad takes negative numbers, but writes past its output where one side of an axis is cut and another side extended (1.19.2).
     """
-    axes = [rank(value) - 1 - i for i in range(len(padding) // 2)]
-    cuts = [[0 if isinstance(part, ir.Value) else -min(part, 0) for part in padding[side::2]] for side in (0, 1)]
-    chosen = [(axis, first, last) for axis, first, last in zip(axes, *cuts) if first or last]
-    if chosen:
-        starts, ends = [first for _, first, _ in chosen], [-last if last else _END for _, _, last in chosen]
-        value = op.Slice(value, int64s(op, starts), int64s(op, ends), int64s(op, [axis for axis, _, _ in chosen]))
-    return value, [part if isinstance(part, ir.Value) else max(part, 0) for part in padding]
+    added: list[Size] = []
+    cut: list[Size] = []
+    for part in padding:
+        if isinstance(part, int):
+            added.append(max(part, 0))
+            cut.append(max(-part, 0))
+        elif may_be_negative(part):
+            zero = constant(op, 0, ir.DataType.INT64)
+            added.append(op.Max(part, zero))
+            cut.append(op.Max(op.Neg(part), zero))
+        else:
+            added.append(part)
+            cut.append(0)
+    return added, cut
+
+
+def _without(op: Any, value: ir.Value, cuts: Sequence[Size]) -> ir.Value:
+    """`value` without so many elements at the (front, back) of its axes, from the last one on."""
+    axes = [rank(value) - 1 - i for i in range(len(cuts) // 2)]
+    chosen = [(at, first, last) for at, first, last in zip(axes, cuts[::2], cuts[1::2]) if not _nothing([first, last])]
+    if not chosen:
+        return value
+    starts, ends = [first for _, first, _ in chosen], [_before_last(op, value, at, last) for at, _, last in chosen]
+    return op.Slice(value, as_vector(op, starts), as_vector(op, ends), int64s(op, [at for at, _, _ in chosen]))
+
+
+def _before_last(op: Any, value: ir.Value, at: int, last: Size) -> Size:
+    """The end of a slice that leaves out the last elements."""
+    if isinstance(last, int):
+        return -last if last else _END
+    total = length(op, value, at)
+    return op.Sub(constant(op, total, ir.DataType.INT64) if isinstance(total, int) else total, last)
 
 
 _END = 2**63 - 1
