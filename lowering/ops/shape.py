@@ -196,8 +196,10 @@ def roll(op: Any, self: ir.Value, shifts: Sequence[Size], dims: Sequence[int] = 
 
 
 def _rolled(op: Any, value: ir.Value, shift: Size, total: Size, at: int) -> ir.Value:
+    if isinstance(total, int) and total == 0:
+        return value
     if isinstance(shift, int) and isinstance(total, int):
-        shift = shift % total if total else 0
+        shift = shift % total
         if shift == 0:
             return value
         split = int64s(op, [total - shift])

@@ -344,6 +344,8 @@ def test_scattered_extremes(reduce: str) -> None:
 
 def test_nothing_is_rolled() -> None:
     check(lambda t: torch.roll(t, 1), torch.zeros(2, 0, 3))
+    by = torch.compile(lambda t, count: t.roll(count, 1), backend="ort_training", dynamic=True)  # by a number of the graph
+    assert by(torch.zeros(2, 0, 3), 2).shape == (2, 0, 3)
 
 
 def test_variance_of_one() -> None:
