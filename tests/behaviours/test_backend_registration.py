@@ -69,7 +69,7 @@ def test_the_function_itself_is_a_backend() -> None:
     X.grad = None
 
 
-@pytest.mark.parametrize("model", [nn.Linear(3, 2), torch.sin], ids=str)
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), torch.sin], ids=["module", "function"])
 def test_the_function_itself_takes_no_model(model: Any) -> None:
     with pytest.raises(TypeError, match="not .*: say torch.compile"):
         ort_backend.ort_training(model, [X])
