@@ -23,7 +23,12 @@ WINDOWS: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "side_by_side": ((2, 16), 1, 8, 8),
     "of_elements": ((3, 20), 1, 3, 2),
     "one_apart": ((2, 3, 70), 2, 3, 1),
+    "long_ones_one_apart": ((2, 3, 70), 2, 30, 1),
+    "long_ones_of_a_vector": ((50,), 0, 20, 1),
+    "few_one_apart": ((3, 50), 1, 40, 1),
+    "one_apart_in_the_middle": ((2, 50, 3), 1, 20, 1),
     "of_nothing": ((0, 20), 1, 8, 4),
+    "of_nothing_one_apart": ((0, 50), 1, 20, 1),
 }
 
 
@@ -64,3 +69,22 @@ def test_windows_one_apart_are_shifted_rows(lower: Callable[..., Any]) -> None:
     lowered = lower(lambda x: aten.unfold(x, 2, 3, 1), (x,))
     assert lowered.op_types.count("Slice") == 3 and "Gather" not in lowered.op_types
     assert torch.equal(lowered(x)[0], x.unfold(2, 3, 1).cpu())
+
+
+def test_long_windows_one_apart_need_no_indices(lower: Callable[..., Any]) -> None:
+    x = torch.randn(2, 1000)
+
+    def both(x: torch.Tensor) -> Any:
+        windows = aten.unfold(x, 1, 100, 1)
+        return windows, aten.unfold_backward(windows, [2, 1000], 1, 100, 1)
+
+    lowered = lower(both, (x,))
+    torch.testing.assert_close(lowered(x), [*both(x)], rtol=1e-5, atol=1e-5, check_device=False)
+    assert not [node for node in lowered.model.graph if node.op_type in ("Gather", "ScatterND")]
+
+
+def test_long_windows_of_other_batches() -> None:
+    def windows(x: torch.Tensor) -> torch.Tensor:
+        return x.unfold(1, 20, 1) * 2
+
+    check_training(windows, needs_grad(4, 50), others=[(needs_grad(7, 50),)])
