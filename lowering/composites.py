@@ -51,7 +51,7 @@ def whole_operators() -> Iterator[None]:
         stack.enter_context(replaced_kernel(aten.cumprod_backward.default, DispatchKey.CompositeImplicitAutograd, cumulative_products.whole_backward))
         for packet in (*_AVERAGING, *_NEAREST):
             for key in _ABOVE_TRACER:
-                stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING)))
+                stack.enter_context(replaced_kernel(packet.vec, key, _by_size(packet.default, packet in _AVERAGING, packet.vec.py_kernels.get(key))))
                 stack.enter_context(replaced_kernel(packet.default, key, None))
             stack.enter_context(_known_shape(_backward_of(packet), _shape_of_gradient))
         yield
@@ -80,10 +80,14 @@ def _multilabel_margin_loss(input: torch.Tensor, target: torch.Tensor, reduction
     return result, is_target.to(input.dtype).reshape(target.shape)
 
 
-def _by_size(target: torch._ops.OpOverload, averaging: bool) -> Callable[..., torch.Tensor]:
-    """What `target.vec` does: works out the size and calls `target`."""
+def _by_size(target: torch._ops.OpOverload, averaging: bool, parts: Callable[..., torch.Tensor] | None) -> Callable[..., torch.Tensor]:
+    """What `target.vec` does: works out the size and calls `target`; or `parts`, of no images, whose kernel for meta tensors fails for the nearest
+    (in torch 2.13: a number where it checks for a bool).
+    """
 
     def resize(input: torch.Tensor, output_size: Sequence[Any] | None, *rest: Any) -> torch.Tensor:
+        if 0 in [size for size in input.shape if isinstance(size, int)] and parts is not None and not averaging:
+            return parts(input, output_size, *rest)
         factors = rest[-1]
         size = upsample_compute_output_size(input.size(), output_size, factors)
         scales = list(factors) if factors else [None] * len(size)

@@ -14,6 +14,7 @@ from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
 from ort_backend.lowering.ops.pointwise import log1p
+from ort_backend.lowering.ops.reduction import mean
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -224,7 +225,7 @@ def _clipped(op: Any, value: ir.Value, width: float) -> ir.Value:
 def _reduced(op: Any, loss: ir.Value, reduction: int) -> ir.Value:
     if reduction == _NONE:
         return loss
-    return (op.ReduceMean if reduction == _MEAN else op.ReduceSum)(loss, keepdims=0)
+    return mean(op, loss) if reduction == _MEAN else op.ReduceSum(loss, keepdims=0)
 
 
 def _spread(op: Any, gradient: ir.Value, of: ir.Value, reduction: int) -> ir.Value:

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axes, axis, length, rank
+from ort_backend.lowering.axes import axes, axis, length, may_be_zero, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.ops.pointwise import exp
@@ -302,8 +302,10 @@ def _variance(op: Any, value: ir.Value, dim: Dims, correction: Correction, keepd
     at = axes(value, dim)
     if at:
         first = op.Slice(value, int64s(op, [0] * len(at)), int64s(op, [1] * len(at)), int64s(op, at))
+        if any(map(may_be_zero, [value.shape[i] for i in at])):  # type: ignore[index]
+            first = _reduce(op, "ReduceSum", first, at, True)  # of nothing it is 0
         value = _typed(op.Sub(value, first), value)
-    mean = _reduce(op, "ReduceMean", value, at, True)
+    mean = mean_dim(op, value, dim, True)
     centred = _typed(op.Sub(value, mean), value)
     count = _count(op, value, at)
     freedom = op.Max(op.Sub(count, scalar_like(op, 1.0 if correction is None else correction, value)), scalar_like(op, 0.0, value))

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axis, length, may_be_zero, rank
+from ort_backend.lowering.axes import axis, length, may_be_zero, rank, size
 from ort_backend.lowering.constants import constant, int64s, scalar_like
 from ort_backend.lowering.dtypes import to_ir
 from ort_backend.lowering.microsoft import microsoft, typed
@@ -87,6 +87,8 @@ def log_softmax(op, self, dim, half_to_float):
     def write(x: ir.Value) -> ir.Value:
         if x.dtype != ir.DataType.DOUBLE:
             return _merged(op, op.LogSoftmax, x, dim)
+        if size(x, dim) == 0:  # ONNX Runtime's ReduceMax takes none of nothing
+            return x
         at = int64s(op, [dim])
         highest = op.ReduceMax(x, at, keepdims=1)
         shifted = op.Sub(x, highest)
@@ -129,6 +131,8 @@ def safe_softmax(op, self, dim, dtype=None):
         self = op.Cast(self, to=to_ir(dtype))
 
     def write(x: ir.Value) -> ir.Value:
+        if size(x, dim) == 0:
+            return x
         # A row of -inf becomes one of equal finite numbers, and then 0. Where over the whole tensor would take far longer.
         assert x.dtype is not None
         alive = _is_above_infinity(op, x, dim)

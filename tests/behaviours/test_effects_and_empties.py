@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.nn import functional as F
 from torch_version import TORCH
 
 import ort_backend
@@ -119,3 +120,42 @@ def test_an_assertion_in_the_graph_holds(dynamic: bool) -> None:
         compiled(-x.detach())
     with pytest.raises(RuntimeError, match="must be positive"):
         compiled(-x)
+
+
+NOTHING: dict[str, tuple[Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], tuple[int, ...]]] = {
+    "a loss's mean": (lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)), (0, 3)),
+    "mean and variance of rows": (lambda x: torch.var_mean(x, 0), (0, 3)),
+    "mean and variance of columns": (lambda x: torch.var_mean(x, 1, keepdim=True), (3, 0)),
+    "mean and deviation of all": (torch.std_mean, (3, 0)),
+    "softmax in float64": (lambda x: F.log_softmax(x, 0, dtype=torch.float64), (0, 5)),
+    "softmax of masked rows": (lambda x: torch.ops.aten._safe_softmax(x, -1), (3, 0)),
+    "no images": (lambda x: F.interpolate(x, scale_factor=2.0), (0, 3, 4, 4)),
+    "no signals": (lambda x: F.interpolate(x, size=7, mode="nearest-exact"), (0, 3, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_is_made_of_nothing(name: str) -> None:
+    function, shape = NOTHING[name]
+    found = []
+    for one in (torch.compile(function, backend="ort_training", fullgraph=True), function):
+        x = torch.empty(shape, requires_grad=True)
+        results = one(x)
+        results = results if isinstance(results, tuple) else (results,)
+        found.append([*results, *torch.autograd.grad(results, x, [torch.ones_like(result) for result in results])])
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert ort_backend.report().graphs[-1].counts.backward == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_statistics_of_rows_that_may_be_none() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x[x[:, 0] > 0]
+        return *torch.var_mean(rows, 0), F.binary_cross_entropy_with_logits(rows, torch.ones_like(rows))
+
+    x = torch.tensor([[-1.0, 2.0], [1.0, 3.0], [2.0, 2.5]])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(function, backend="ort_training", fullgraph=True)
+        for given in (x, x - 5):
+            torch.testing.assert_close(compiled(given), function(given), equal_nan=True)
