@@ -49,8 +49,8 @@ class Calls:
         """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's.
 
         Raises:
-            Unsupported: it declines.
-            FaultyLowering: it raises something else, or returns what the operator does not.
+            Unsupported: it declines, or is one of this package's and returns what the operator does not (whose result may depend on strides).
+            FaultyLowering: it raises something else, or is somebody else's and returns that.
         """
         check_storage(lowering, node)
         if lowering.linear is not None:
@@ -177,20 +177,28 @@ class Calls:
         return (ir.DataType.DOUBLE if isinstance(fake, (torch.SymFloat, float)) else ir.DataType.INT64), ir.Shape([])
 
 
-class _Returned(Exception):
+class _Returned(Unsupported):
     """A lowering returned what its operator does not."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"its lowering returned {what}")
 
 
 @contextlib.contextmanager
 def _naming(lowering: Lowering, node: fx.Node) -> Iterator[None]:
     """What goes wrong in a lowering is an error that names it, the operator and the user's line."""
+    is_ours = lowering.function.__module__.startswith(f"{__package__}.")
     try:
         yield
+    except _Returned as error:
+        if is_ours:
+            raise
+        said = str(error).removeprefix("its lowering ")
+        raise FaultyLowering(lowering.function, operator_name(node.target), said, user_line(node)) from error
     except (Unsupported, OrtBackendError):
         raise
     except Exception as error:
-        said = f"returned {error}" if isinstance(error, _Returned) else f"failed: {type(error).__name__}: {error}"
-        raise FaultyLowering(lowering.function, operator_name(node.target), said, user_line(node)) from error
+        raise FaultyLowering(lowering.function, operator_name(node.target), f"failed: {type(error).__name__}: {error}", user_line(node)) from error
 
 
 def _check_shape(value: ir.Value, expected: ir.Shape) -> None:

@@ -77,3 +77,8 @@ def test_dtypes(mode: str, dtype: torch.dtype, tolerance: float) -> None:
 def test_every_result(mode: int) -> None:
     check_training(lambda w: torch.ops.aten._embedding_bag(w, INDICES, OFFSETS, False, mode), torch.randn(10, 3))
     check_training(lambda w: torch.ops.aten._embedding_bag(w, INDICES, OFFSETS, False, mode, padding_idx=4), torch.randn(10, 3))
+
+
+def test_a_table_that_lies_column_by_column() -> None:
+    """PyTorch's kernel numbers the samples of such a table alone, where the lowering has no number of a table's strides."""
+    check_training(lambda w: F.embedding_bag(INDICES, w.mT, OFFSETS, mode="sum"), needs_grad(3, 10), outside=["aten::_embedding_bag"])
