@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,7 +59,7 @@ class Calls:
         if not lowering.any_dtype:
             args, kwargs = self._promote(lowering, node, args, kwargs)
         with _naming(lowering, node):
-            return self._results(lowering.function(self._op, *args, **kwargs), node.meta["val"])
+            return self._results(lowering.function(self._op, *args, **kwargs), node.meta["val"], node)
 
     def _call_for_each_part(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls a lowering of real numbers for the real and for the imaginary parts, or for the real ones alone where all others are zeros."""
@@ -72,7 +73,7 @@ class Calls:
             if not lowering.any_dtype:
                 mine, keywords = self._promote(lowering, node, mine, keywords)
             with _naming(lowering, node):
-                results = self._results(lowering.function(self._op, *mine, **keywords), fake)
+                results = self._results(lowering.function(self._op, *mine, **keywords), fake, node)
             return results if isinstance(results, list) else [results]
 
         real = part("real")
@@ -85,7 +86,7 @@ class Calls:
     def call_torchlib(self, function: Callable[..., Any], node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         plain = Lowering(node.target, function)  # type: ignore[arg-type]
         args, kwargs = self._promote(plain, node, args, kwargs)
-        return self._results(torchlib.call(function, self._op, args, kwargs), node.meta["val"])
+        return self._results(torchlib.call(function, self._op, args, kwargs), node.meta["val"], node)
 
     def _promote(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         promoted = promoted_dtype(lowering, node)
@@ -121,16 +122,18 @@ class Calls:
             return value
         return as_bool(self._op, value) if wanted == ir.DataType.BOOL else self._op.Cast(value, to=wanted)
 
-    def _results(self, results: Any, fake: Any) -> Any:
-        """The lowering's results with the dtypes and shapes of the node's."""
+    def _results(self, results: Any, fake: Any, node: fx.Node) -> Any:
+        """The lowering's results with the dtypes and shapes of the node's; what nobody reads may have another shape."""
         if isinstance(fake, (tuple, list)):
             results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
             if len(results) != len(fake):
                 raise _Returned(f"{len(results)} results instead of {len(fake)}")
-            return [None if value is None else self._result(value, one) for value, one in zip(results, fake)]
+            read = {user.args[1] if user.target is operator.getitem else None for user in node.users}
+            pairs = enumerate(zip(results, fake))
+            return [None if value is None else self._result(value, one, is_read=i in read or None in read) for i, (value, one) in pairs]
         return self._result(results, fake)
 
-    def _result(self, value: Any, fake: Any) -> Any:
+    def _result(self, value: Any, fake: Any, *, is_read: bool = True) -> Any:
         if is_complex(fake):
             return self._complex_result(value, part_of(fake))
         if isinstance(value, Complex):
@@ -143,7 +146,8 @@ class Calls:
             if value.dtype is None:
                 value.type = ir.TensorType(to_ir(self._compute(fake.dtype)))
             value = self._cast(value, fake.dtype)
-            _check_shape(value, self.type_of(fake)[1])
+            if is_read:
+                _check_shape(value, self.type_of(fake)[1])
         return self.stamp(value, fake)
 
     def _complex_result(self, value: Any, part: Part) -> Complex:
