@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ort_backend.lowering import symbolic
+from ort_backend.lowering.constants import constant
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.symbolic import SymbolicSize, size_of
 
@@ -45,6 +46,27 @@ def refuse_empty(what: str, *tensors: ir.Value) -> None:
         raise Unsupported(f"{what} of zero-sized tensors")
     if any(map(may_be_zero, parts)):
         raise Unsupported(f"{what} of tensors that may be zero-sized")
+
+
+def plus(op: Any, a: int | ir.Value, b: int | ir.Value) -> int | ir.Value:
+    """The sum of two sizes: numbers, or int64 scalars of the graph."""
+    if isinstance(b, int) and b == 0:
+        return a
+    return a + b if isinstance(a, int) and isinstance(b, int) else op.Add(_scalar(op, a), _scalar(op, b))
+
+
+def minus(op: Any, a: int | ir.Value, b: int | ir.Value) -> int | ir.Value:
+    """The difference of two sizes: numbers, or int64 scalars of the graph."""
+    return a - b if isinstance(a, int) and isinstance(b, int) else op.Sub(_scalar(op, a), _scalar(op, b))
+
+
+def times(op: Any, a: int | ir.Value, b: int | ir.Value) -> int | ir.Value:
+    """The product of two sizes: numbers, or int64 scalars of the graph."""
+    return a * b if isinstance(a, int) and isinstance(b, int) else op.Mul(_scalar(op, a), _scalar(op, b))
+
+
+def _scalar(op: Any, size: int | ir.Value) -> ir.Value:
+    return size if isinstance(size, ir.Value) else constant(op, size, ir.DataType.INT64)
 
 
 def size(tensor: ir.Value, at: int) -> int | None:

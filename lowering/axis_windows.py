@@ -8,7 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.axes import plus, times
+from ort_backend.lowering.constants import int64s
 from ort_backend.lowering.symbolic import as_vector
 
 Size = int | ir.Value
@@ -61,12 +62,12 @@ def cut(op: Any, tensor: ir.Value, sizes: Sequence[Size], axis: int, windows: Wi
         tensor = op.Pad(tensor, int64s(op, _pads(len(sizes), axis, windows.padding, windows.padding + windows.excess)))
     if not windows.are_blocks:
         starts = [place * windows.dilation for place in range(windows.size)]
-        pieces = [_slice(op, tensor, axis, start, _plus(op, windows.count, start)) for start in starts]
+        pieces = [_slice(op, tensor, axis, start, plus(op, windows.count, start)) for start in starts]
         return op.Concat(*(op.Unsqueeze(piece, int64s(op, [axis])) for piece in pieces), axis=axis)
-    blocks = _plus(op, windows.count, windows.reach)
-    tensor = _slice(op, tensor, axis, 0, _times(op, blocks, windows.stride))
+    blocks = plus(op, windows.count, windows.reach)
+    tensor = _slice(op, tensor, axis, 0, times(op, blocks, windows.stride))
     tensor = op.Reshape(tensor, as_vector(op, [*sizes[:axis], blocks, windows.stride, *sizes[axis + 1 :]]))
-    pieces = [_slice(op, tensor, axis, start, _plus(op, windows.count, start)) for start in range(windows.pieces)]
+    pieces = [_slice(op, tensor, axis, start, plus(op, windows.count, start)) for start in range(windows.pieces)]
     together = op.Concat(*pieces, axis=axis + 1) if len(pieces) > 1 else pieces[0]
     return _slice(op, together, axis + 1, 0, windows.size) if windows.excess else together
 
@@ -101,11 +102,3 @@ def _pads(ranks: int, axis: int, before: int, behind: int) -> list[int]:
     pads = [0] * (2 * ranks)
     pads[axis], pads[ranks + axis] = before, behind
     return pads
-
-
-def _plus(op: Any, size: Size, more: int) -> Size:
-    return size + more if isinstance(size, int) else op.Add(size, constant(op, more, ir.DataType.INT64)) if more else size
-
-
-def _times(op: Any, size: Size, times: int) -> Size:
-    return size * times if isinstance(size, int) else op.Mul(size, constant(op, times, ir.DataType.INT64))

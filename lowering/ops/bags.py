@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import element_count, length, refuse_empty, size
+from ort_backend.lowering.axes import element_count, length, plus, refuse_empty, size
 from ort_backend.lowering.constants import as_int64, constant, int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
@@ -27,10 +27,6 @@ Size = int | ir.Value
 _SUM, _MEAN, _MAX = range(3)
 
 
-def _plus(op: Any, number: Size, more: int) -> Size:
-    return number + more if isinstance(number, int) else op.Add(number, constant(op, more, ir.DataType.INT64))
-
-
 def _column(op: Any, value: ir.Value) -> ir.Value:
     return op.Unsqueeze(value, int64s(op, [1]))
 
@@ -38,7 +34,7 @@ def _column(op: Any, value: ir.Value) -> ir.Value:
 def _bag_of_each(op: Any, indices: ir.Value, offsets: ir.Value) -> ir.Value:
     """(samples,) int64: how many offsets lie at or before a sample, less one."""
     starts, samples = as_int64(op, offsets), size(indices, 0)
-    zeros = filled(op, [_plus(op, length(op, indices, 0), 1)], 0, ir.DataType.INT64)
+    zeros = filled(op, [plus(op, length(op, indices, 0), 1)], 0, ir.DataType.INT64)
     ones = filled(op, [length(op, offsets, 0)], 1, ir.DataType.INT64)
     marks = op.ScatterND(zeros, _column(op, starts), ones, reduction="add")
     marks = typed(marks, ir.DataType.INT64, [None if samples is None else samples + 1])
@@ -63,14 +59,14 @@ def _gathered(op: Any, table: ir.Value, indices: ir.Value) -> ir.Value:
 
 def _reduced(op: Any, rows: ir.Value, bags: ir.Value, count: Size, width: Size, start: float, reduction: str, dtype: ir.DataType) -> ir.Value:
     """(count, width): the rows of each bag added up, or their maximum."""
-    base = filled(op, [_plus(op, count, 1), width], start, dtype)
+    base = filled(op, [plus(op, count, 1), width], start, dtype)
     total = op.ScatterND(base, _column(op, bags), rows, reduction=reduction)
     return op.Slice(total, int64s(op, [0]), as_vector(op, [count]), int64s(op, [0]))
 
 
 def _sizes(op: Any, bags: ir.Value, count: Size) -> ir.Value:
     """(count,) int64: how many samples each bag has."""
-    zeros = filled(op, [_plus(op, count, 1)], 0, ir.DataType.INT64)
+    zeros = filled(op, [plus(op, count, 1)], 0, ir.DataType.INT64)
     ones = filled(op, [length(op, bags, 0)], 1, ir.DataType.INT64)
     return op.Slice(op.ScatterND(zeros, _column(op, bags), ones, reduction="add"), int64s(op, [0]), as_vector(op, [count]), int64s(op, [0]))
 
@@ -94,7 +90,7 @@ def embedding_bag(
     The results beside the first are those of PyTorch's kernel: in mode sum it counts nothing, and mostly numbers no samples.
     """
     refuse_empty("bags", indices)
-    count, width = _plus(op, length(op, offsets, 0), -1 if include_last_offset else 0), length(op, weight, 1)
+    count, width = plus(op, length(op, offsets, 0), -1 if include_last_offset else 0), length(op, weight, 1)
     every = _bag_of_each(op, indices, offsets)
     bags = _without_padding(op, every, indices, padding_idx, count)
     rows = _gathered(op, weight, indices)
@@ -131,7 +127,7 @@ def _maxima(
     total = element_count(op, indices)
     position = op.Range(constant(op, 0, ir.DataType.INT64), total, constant(op, 1, ir.DataType.INT64))
     candidates = op.Where(op.Equal(rows, op.Gather(padded, bags, axis=0)), _column(op, position), total)
-    none = op.Expand(total, as_vector(op, [_plus(op, count, 1), width]))
+    none = op.Expand(total, as_vector(op, [plus(op, count, 1), width]))
     first = op.ScatterND(none, _column(op, bags), candidates, reduction="min")
     first = op.Slice(first, int64s(op, [0]), as_vector(op, [count]), int64s(op, [0]))
     empty = _column(op, op.Equal(counts, constant(op, 0, ir.DataType.INT64)))

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, rank
+from ort_backend.lowering.axes import length, minus, rank
 from ort_backend.lowering.constants import Scalar, constant, int64s, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import as_vector, may_be_negative
@@ -60,7 +60,7 @@ def _joined(op: Any, value: ir.Value, pad: Sequence[Size], fill: ir.Value) -> ir
         if any(added):
             before, after = (op.Expand(fill, as_vector(op, [*sizes[:at], count, *sizes[at + 1 :]])) if count else None for count in added)
             joined = op.Concat(*(part for part in (before, joined, after) if part is not None), axis=at)
-            sizes[at] = _minus(op, sizes[at], -sum(added))
+            sizes[at] = minus(op, sizes[at], -sum(added))
     return joined
 
 
@@ -117,8 +117,7 @@ def _before_last(op: Any, value: ir.Value, at: int, last: Size) -> Size:
     """The end of a slice that leaves out the last elements."""
     if isinstance(last, int):
         return -last if last else _END
-    total = length(op, value, at)
-    return op.Sub(constant(op, total, ir.DataType.INT64) if isinstance(total, int) else total, last)
+    return minus(op, length(op, value, at), last)
 
 
 _END = 2**63 - 1
@@ -134,9 +133,9 @@ def reflection_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, padd
     for at, before, after, total in _padded_axes(op, self, padding):
         parts = [_cut(op, grad_output, at, before, -after)]
         if before:
-            parts.append(_pad(op, _reversed(op, grad_output, at, before - 1, -1), self, at, 1, _minus(op, total, before + 1)))
+            parts.append(_pad(op, _reversed(op, grad_output, at, before - 1, -1), self, at, 1, minus(op, total, before + 1)))
         if after:
-            parts.append(_pad(op, _reversed(op, grad_output, at, -1, -1 - after), self, at, _minus(op, total, after + 1), 1))
+            parts.append(_pad(op, _reversed(op, grad_output, at, -1, -1 - after), self, at, minus(op, total, after + 1), 1))
         grad_output = _sum(op, parts)
     return grad_output
 
@@ -149,9 +148,9 @@ def replication_pad_backward(op: Any, grad_output: ir.Value, self: ir.Value, pad
         parts = [_cut(op, grad_output, at, before, -after)]
         where = int64s(op, [at])
         if before:
-            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, 0, before), where), self, at, 0, _minus(op, total, 1)))
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, 0, before), where), self, at, 0, minus(op, total, 1)))
         if after:
-            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, -after, 0), where), self, at, _minus(op, total, 1), 0))
+            parts.append(_pad(op, op.ReduceSum(_cut(op, grad_output, at, -after, 0), where), self, at, minus(op, total, 1), 0))
         grad_output = _sum(op, parts)
     return grad_output
 
@@ -173,10 +172,6 @@ def _padded_axes(op: Any, value: ir.Value, padding: Sequence[Size]) -> list[tupl
             at = rank(value) - 1 - i
             found.append((at, max(before, 0), max(after, 0), length(op, value, at)))
     return found
-
-
-def _minus(op: Any, total: Size, number: int) -> Size:
-    return total - number if isinstance(total, int) else op.Sub(total, constant(op, number, ir.DataType.INT64))
 
 
 def _cut(op: Any, value: ir.Value, at: int, start: int, end: int) -> ir.Value:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import length, rank, refuse_empty
+from ort_backend.lowering.axes import length, rank, refuse_empty, times
 from ort_backend.lowering.axis_windows import Windows, added, cut
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import typed
@@ -63,7 +63,7 @@ def im2col(op: Any, self: ir.Value, kernel_size: Sequence[int], dilation: Sequen
             columns = op.Transpose(columns, perm=_order(ranks + 1, ranks - 1, ranks))
         columns = cut(op, columns, [*lead, channels, height, kernel[1], counts[1]], ranks - 2, both[0])
         columns = op.Transpose(columns, perm=_order(ranks + 2, ranks - 1 - both[0].are_blocks, ranks))
-        return op.Reshape(columns, as_vector(op, [*lead, _times(op, channels, kernel[0] * kernel[1]), _times(op, *counts)]))
+        return op.Reshape(columns, as_vector(op, [*lead, times(op, channels, kernel[0] * kernel[1]), times(op, *counts)]))
     zeros = [0] * (ranks - 2)
     image = op.Pad(self, int64s(op, [*zeros, *pads, *zeros, *pads])) if any(pads) else self
     axes = int64s(op, [ranks - 2, ranks - 1])
@@ -73,7 +73,7 @@ def im2col(op: Any, self: ir.Value, kernel_size: Sequence[int], dilation: Sequen
         ends = as_vector(op, [_end(op, start, count, s) for start, count, s in zip(starts, counts, strides)])
         parts.append(op.Unsqueeze(op.Slice(image, int64s(op, starts), ends, axes, int64s(op, strides)), int64s(op, [ranks - 2])))
     together = op.Concat(*parts, axis=ranks - 2) if len(parts) > 1 else parts[0]
-    return op.Reshape(together, as_vector(op, [*lead, _times(op, channels, len(parts)), _times(op, *counts)]))
+    return op.Reshape(together, as_vector(op, [*lead, times(op, channels, len(parts)), times(op, *counts)]))
 
 
 def _are_many(both: Sequence[Windows]) -> bool:
@@ -84,13 +84,6 @@ def _order(ranks: int, source: int, to: int) -> list[int]:
     """Axes in order, but for one that moves: of any other order ONNX Runtime finds every element apart, and took four times as long for two."""
     order = [axis for axis in range(ranks) if axis != source]
     return [*order[:to], source, *order[to:]]
-
-
-def _times(op: Any, a: Size, b: Size) -> Size:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    a, b = (number if isinstance(number, ir.Value) else constant(op, number, ir.DataType.INT64) for number in (a, b))
-    return op.Mul(a, b)
 
 
 @register(aten.col2im.default)

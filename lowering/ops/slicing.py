@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.axes import axis, length, rank, size, sizes
+from ort_backend.lowering.axes import axis, length, minus, plus, rank, size, sizes
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.ops.shape import dim_name
 from ort_backend.lowering.registry import Unsupported, register
@@ -27,10 +27,6 @@ _END = 2**63 - 1
 _LARGE = 65536
 _MOST_ELEMENTS, _ELEMENT = 1 << 17, 16
 _SHORTEST_ROW, _MOST_ROWS = 4, 1 << 16
-
-
-def _minus(op: Any, a: Size, b: Size) -> Size:
-    return a - b if isinstance(a, int) and isinstance(b, int) else op.Sub(a, b)
 
 
 def _position(op: Any, bound: Size | None, total: Size, default: Size) -> Size:
@@ -80,7 +76,7 @@ def narrow_copy(op: Any, self: ir.Value, dim: int, start: Size, length: Size) ->
     """narrow_copy(Tensor self, int dim, SymInt start, SymInt length) -> Tensor"""
     at = axis(self, dim)
     first = _start(op, self, at, start)
-    return slice_(op, self, at, first, first + length if isinstance(first, int) and isinstance(length, int) else op.Add(first, length))
+    return slice_(op, self, at, first, plus(op, first, length))
 
 
 def _start(op: Any, value: ir.Value, at: int, start: Size) -> Size:
@@ -96,7 +92,7 @@ def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], 
     before = _position(op, start, total, 0)
     taken = length(op, grad_output, at)
     if isinstance(step, int) and step == 1:
-        return _pad(op, grad_output, at, before, _minus(op, _minus(op, total, before), taken))
+        return _pad(op, grad_output, at, before, minus(op, minus(op, total, before), taken))
     if isinstance(step, ir.Value):
         raise Unsupported("a dynamic step")
     # Every element in a cell of its own, `step` wide; the cells in a row are the axis.
@@ -106,7 +102,7 @@ def slice_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size], 
     width = taken * step if isinstance(taken, int) else op.Mul(taken, step)
     row = op.Reshape(cells, _merged_shape(op, grad_output, at, width), allowzero=1)
     row.shape = ir.Shape([None if i == at else part for i, part in enumerate(grad_output.shape)])  # type: ignore[arg-type]
-    room = _minus(op, total, before)
+    room = minus(op, total, before)
     if isinstance(room, int) and isinstance(width, int):
         return _pad(op, _first(op, row, at, room) if width > room else row, at, before, max(room - width, 0))
     return _pad(op, _first(op, row, at, room), at, before, op.Max(op.Sub(room, width), 0))
@@ -219,7 +215,7 @@ def select_backward(op: Any, grad_output: ir.Value, input_sizes: Sequence[Size],
     before = _index(op, index, input_sizes[at])
     row = op.Unsqueeze(grad_output, int64s(op, [at]))
     row.shape = ir.Shape([*grad_output.shape[:at], 1, *grad_output.shape[at:]])  # type: ignore[index]
-    return _pad(op, row, at, before, _minus(op, _minus(op, input_sizes[at], 1), before))
+    return _pad(op, row, at, before, minus(op, minus(op, input_sizes[at], 1), before))
 
 
 @register(aten.select_scatter.default, any_dtype=True)

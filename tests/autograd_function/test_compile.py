@@ -164,7 +164,9 @@ def test_what_the_user_tells_fails_under_its_name(source: str, tells: Any, said:
 def test_what_the_user_tells_is_not_so(shape: tuple[int, ...], dtype: torch.dtype, said: str) -> None:
     told = type("Told", (Repeat,), {})
     ort_backend.register_fake(told)(lambda x, k: x.new_empty(shape, dtype=dtype))
-    with pytest.raises(RuntimeError, match=rf"Told.forward returned a tensor of shape \(4, 2\) .* but of shape {said} as its register_fake says"):
+    with pytest.raises(
+        RuntimeError, match=rf"Told.forward returned a tensor of shape \(4, 2\) .* but of shape {said} as its register_fake says(\n|$)"
+    ):
         torch.compile(lambda x: told.apply(x, 2), backend="ort_training")(torch.ones(2, 2, requires_grad=True))
 
 
