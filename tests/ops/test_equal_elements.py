@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch_version import TORCH, TRACES_OTHER_QUANTILES
 
 import ort_backend
 
@@ -25,6 +26,8 @@ _SELECTIONS = {
 @pytest.mark.parametrize("shape", [(4, 7), (8, 64), (3, 2000)], ids=str)
 @pytest.mark.parametrize("name", _SELECTIONS)
 def test_takes_those_that_eager_takes(name: str, shape: tuple[int, ...]) -> None:
+    if name == "quantile" and TORCH >= TRACES_OTHER_QUANTILES:
+        pytest.skip("eager PyTorch computes it in another way than any backend gets it")
     select, kernel = _SELECTIONS[name]
     compiled = torch.compile(lambda x: tuple(select(x)), backend="ort_training", dynamic=False)
     for different in (1, 2, 5):
