@@ -28,13 +28,13 @@ from ort_backend.lowering.function_op import FunctionWriter
 from ort_backend.lowering.fx_nodes import attribute, nodes_in
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
+from ort_backend.lowering.memory_order import READS_STRIDES, entering_order, reads_other_memory
 from ort_backend.lowering.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
-from ort_backend.lowering.permuting import permutation_of, permuted
+from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
@@ -93,7 +93,7 @@ class GraphLowering:
     # -- inputs and outputs
 
     def add_input(self, node: fx.Node, name: str) -> ir.Value:
-        """A graph input for a placeholder: a tensor's carrier, or an int64 scalar for a symbolic integer.
+        """A graph input for a placeholder: a tensor's carrier, in its `entering_order`, or an int64 scalar for a symbolic integer.
 
         For a device it comes as the shape of a tensor without elements, as what is worked out from shapes stays on the host: n as (n, 0, 0), or
         (0, -n, 0) if it is negative.
@@ -104,7 +104,12 @@ class GraphLowering:
             value = self._calls.stamp(self.op.Squeeze(difference, constant(self.op, [0], ir.DataType.INT64)), node.meta["val"])
             self.bind(node, value)
             return value
-        value = self.op.builder.input(name, *self._calls.type_of(node.meta["val"]))
+        dtype, shape = self._calls.type_of(node.meta["val"])
+        order = entering_order(node.meta["val"])
+        if order is None:
+            value = self.op.builder.input(name, dtype, shape)
+        else:
+            value = permuted(self.op, self.op.builder.input(name, dtype, ir.Shape([shape[d] for d in order])), inverse(order))
         self.bind(node, value)
         return value
 

@@ -59,6 +59,19 @@ def storage_order(fake: torch.Tensor) -> tuple[int, ...] | None:
     return order if order is None or is_dense(fake) else None
 
 
+def entering_order(fake: Any) -> tuple[int, ...] | None:
+    """The order of its dimensions in which an argument enters a graph as it lies, which a Transpose undoes there; None where its own order does.
+
+    On the CPU, where one dimension lies behind the others, as the channels in `channels_last`: there ONNX Runtime's Transpose takes 0.15 to 0.9 of
+    the time in which PyTorch copies the tensor, and none where a product or another Transpose takes it in. In other orders it takes up to 3 times as
+    long, of integers of 64 bits 6 times (AMD EPYC of family 26; onnxruntime-training 1.19.2, onnxruntime 1.32.0, torch 2.13).
+    """
+    if not isinstance(fake, torch.Tensor) or fake.device.type != "cpu" or not fake.is_floating_point() or (order := storage_order(fake)) is None:
+        return None
+    outer = list(order[:-1])
+    return order if outer == sorted(outer) else None
+
+
 def arranged(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
     """The tensor in this order of `order_of`: a copy if it has another."""
     if order is None:

@@ -1,9 +1,9 @@
 """torch tensors <-> OrtValues over the same memory.
 
 A tensor is either handed over by DLPack, so that the OrtValue keeps its memory alive, or lent: ONNX Runtime gets the address for one run, which takes
-a third of the time. No copy is made of a contiguous tensor of a dtype that ONNX has. These cost one copy each, on the way in: a tensor that is not
-contiguous, and one with a pending negation or conjugation. Complex tensors travel as pairs of reals, 8-bit floats as bytes. So do bools,
-where ONNX Runtime does not know DLPack's (before 1.32): it is told beside them.
+a third of the time. No copy is made of a contiguous tensor of a dtype that ONNX has, nor of one that enters with its dimensions permuted so that it
+is. These cost one copy each, on the way in: any other that is not contiguous, and one with a pending negation or conjugation. Complex tensors travel
+as pairs of reals, 8-bit floats as bytes. So do bools, where ONNX Runtime does not know DLPack's (before 1.32): it is told beside them.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Input:
         as_shape: Whether a Python int n travels as the shape of a tensor without elements: (n, 0, 0), or (0, -n, 0) if it is negative.
         may_be_negated: Whether a negation of the tensor may be pending (`Tensor.is_neg`), which is no part of its memory.
         device: The tensor's device; a number travels in memory of the CPU.
+        permutation: How the tensor's dimensions are permuted on the way in, to be contiguous as it lies (a view, no copy).
     """
 
     position: int
@@ -71,6 +72,7 @@ class Input:
     as_shape: bool = False
     may_be_negated: bool = False
     device: torch.device = torch.device("cpu")
+    permutation: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,10 @@ def _element_type(dtype: torch.dtype | None) -> np.dtype[Any] | None:
 
 
 def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
-    dtype = one.dtype
+    dtype, order = one.dtype, one.permutation
+    if order is not None:
+        convert = _inward(dataclasses.replace(one, permutation=None)) or _resolved
+        return lambda tensor: convert(tensor.permute(order))
     if one.as_shape:
         return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8, device="cpu")
     if dtype is None:
