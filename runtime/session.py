@@ -18,7 +18,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OptionError, OutOfRangeError, SessionError
-from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range, square_root
+from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range, profiling, square_root
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
@@ -52,9 +52,6 @@ _FUSING = (ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED, ort.GraphOptimization
 
 # What registers the callable behind a node, by its type; a `Registration` behind a `PythonOp`.
 _REGISTRATIONS: dict[str, Callable[[Call], Any]] = {ATEN: AtenRegistration, TRITON: TritonRegistration}
-
-# Attributes of nodes that hold the name of a callable.
-_CALLED = ("func_name", "operator")
 
 # What TensorFloat-32 concerns.
 _PRODUCTS = {"MatMul", "Gemm", "FusedMatMul", "Einsum", "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN"}
@@ -168,9 +165,15 @@ class Program:
         """The same under another name, with other names for the callables that its Python nodes call."""
         model = onnx.ModelProto.FromString(self.model)
         model.graph.name = name
-        for attribute in (one for node in model.graph.node for one in node.attribute if one.name in _CALLED):
+        for attribute in (one for node in model.graph.node for one in node.attribute if one.name in profiling.CALLED):
             attribute.s = functions.get(attribute.s.decode(), attribute.s.decode()).encode()
         return dataclasses.replace(self, name=name, model=model.SerializeToString())
+
+    def profiled(self) -> Program:
+        """The same with the user's lines in the names of its nodes."""
+        model = onnx.ModelProto.FromString(self.model)
+        lines = profiling.with_lines(model.graph.node, self.lines, backward=".backward" in self.name)
+        return dataclasses.replace(self, model=model.SerializeToString(), lines=lines)
 
 
 class Session:
@@ -180,7 +183,8 @@ class Session:
         self._registrations = [_REGISTRATIONS.get(call.op_type, Registration)(call) for call in calls]
         # Whether there are `PythonOp` nodes, in which a thread is alone.
         self.has_python_ops = any(call.op_type not in _REGISTRATIONS for call in calls)
-        self._program = program
+        self._is_profiled = bool(config.session_options.get("enable_profiling"))
+        self._program = program.profiled() if self._is_profiled else program
         self.name = program.name
         self._config = config
         self.on_cuda = config.provider == cuda.PROVIDER and torch.cuda.is_available()
@@ -190,6 +194,8 @@ class Session:
         self._open: ort.InferenceSession | None = None
         self.openings = 0
         self.open()
+        if self._is_profiled:
+            profiling.ends_at_exit(self)
 
     def open(self) -> Any:
         """ONNX Runtime's own session object, made if there is none.
@@ -212,7 +218,8 @@ class Session:
         options = self._config.make_options()
         if not fuses:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        if options.enable_profiling:  # ONNX Runtime adds the second, in which other sessions are made as well
+        options.enable_profiling = self._is_profiled
+        if self._is_profiled:  # ONNX Runtime adds the second, in which other sessions are made as well
             options.profile_file_prefix += f"_{self.name}_{next(_profiles)}"
         disabled = list(self._program.disabled)
         try:
@@ -317,6 +324,13 @@ class Session:
             if self._config.provider == CPU_PROVIDER:
                 arena.shrink()
                 memory.release()
+
+    def end_profile(self) -> str | None:
+        """Writes the profile of the session's runs, and records no more; returns its path, None where there is none any more."""
+        if self._open is None or not self._is_profiled:
+            return None
+        self._is_profiled = False
+        return str(self._open.end_profiling())
 
     def failure(self, error: Exception) -> BaseException:
         """What to raise for an error of a run: the exception that a callable inside raised, as itself, or a `SessionError`."""
