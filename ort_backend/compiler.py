@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo.utils
 from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -297,13 +298,15 @@ class _Compilation:
                 optimized_path=self.dump.of(model.program.name).optimized_path if self.dump is not None else None,
                 cuda_graph=self.target.cuda_graphs,
             )
+            debug.trace(model.program.name, model.program.model)
             return Session(model.program, config, model.calls)
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
         # AOTAutograd calls back under its fake mode, in which a constant of ours would be fake as well.
-        with self._compilation.phase(name), unset_fake_temporarily():
+        timed = torch._dynamo.utils.dynamo_timed(f"ort_training.{name}", log_pt2_compile_event=True)  # for tlparse, and `compile_times`
+        with self._compilation.phase(name), timed, unset_fake_temporarily():
             yield
         self._seconds[name] += time.perf_counter() - started
 

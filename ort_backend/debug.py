@@ -1,4 +1,4 @@
-"""`options={"dump_dir": ...}`: what a compile made, on disk."""
+"""What a compile made, on disk (`options={"dump_dir": ...}`), and in PyTorch's own log of compiles (`TORCH_TRACE`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import torch
 from torch import fx
@@ -74,6 +75,20 @@ class Dump:
 
     def _path(self, ending: str) -> Path:
         return self.directory / f"{self.name}.{ending}"
+
+
+def trace(name: str, model: bytes) -> None:
+    """Puts a graph as text into the log that `TORCH_TRACE` asks for, where `tlparse` shows it beside PyTorch's graphs of the same compile.
+
+    Args:
+        name: The graph's.
+        model: A serialised `onnx.ModelProto`; read only if there is such a log.
+    """
+    torch._logging.trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"ort_training_{name}", "encoding": "string"},
+        payload_fn=lambda: onnx.printer.to_text(onnx.ModelProto.FromString(model)),
+    )
 
 
 def _script(gm: fx.GraphModule, example_inputs: Sequence[Any], options: CompileOptions, constants: str) -> str:

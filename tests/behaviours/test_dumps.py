@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -101,3 +102,20 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with refused(ort_backend.OptionError, "dump_dir.*cannot be made"):
         compiled(nn.Linear(3, 2), options={"dump_dir": str(tmp_path / "file" / "below")})(X)
+
+
+def test_pytorchs_log_of_compiles_has_the_graph(fresh_process: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    """As text, for `tlparse`, and what lowering and sessions took, as `compile_times` has it."""
+    code = """
+import torch
+from torch import nn
+compiled = torch.compile(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), backend="ort_training")
+compiled(torch.randn(2, 4)).sum().backward()
+print(torch._dynamo.utils.compile_times())
+"""
+    done = fresh_process(code, TORCH_TRACE=str(tmp_path / "trace"))
+    assert done.returncode == 0, done.stderr
+    assert {"ort_training.lowering", "ort_training.session"} <= {line.split(",")[0] for line in done.stdout.splitlines()}
+    (log,) = (tmp_path / "trace").iterdir()
+    text = log.read_text(encoding="utf-8")
+    assert '{"artifact": {"name": "ort_training_graph_' in text and "= Tanh" in text and '"ort_training.lowering"' in text
