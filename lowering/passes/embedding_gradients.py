@@ -126,7 +126,7 @@ def _rows(graph: fx.Graph, node: fx.Node, embedding: fx.Node) -> tuple[fx.Node, 
 
 def _summands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The embedding's gradient, which nothing else reads, and what it is added to."""
-    if node.kwargs:
+    if node.kwargs or node.args[0] is node.args[1]:  # the same words looked up twice: to the partitioner one node
         return None
     for embedding, other in (node.args, node.args[::-1]):
         if _is_gradient_alone(embedding) and isinstance(other, fx.Node) and _alike(embedding, other) and _alike(embedding, node):

@@ -78,7 +78,7 @@ def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> For
     if node.target is aten.expand.default:
         return Form(_expand) if dims_of(source) == value.dim() else None
     if node.target is aten.cat.default:
-        return Form(_cat, tuple(nodes_in(node.args[0])))
+        return Form(_cat, tuple(one for one in nodes_in(node.args[0]) if dims_of(one) == value.dim()))
     if node.target is aten.slice.Tensor:
         return Form(_slice, (source,))
     if node.target is aten.slice_backward.default:
@@ -165,8 +165,10 @@ def _with_channels_last(sizes: Any) -> list[Any]:
 
 
 def _cat(writer: Writer, node: fx.Node) -> fx.Node:
-    given = arguments_of(node)
-    return writer.again(node, aten.cat.default, [writer.picture(one, node) for one in given["tensors"]], _place(given["dim"], node))
+    given, dims = arguments_of(node), dims_of(node)
+    # `torch.empty(0)` is put beside tensors of any number of dimensions.
+    parts = [writer.picture(one, node) if dims_of(one) == dims else one for one in given["tensors"]]
+    return writer.again(node, aten.cat.default, parts, _place(given["dim"], node))
 
 
 def _slice(writer: Writer, node: fx.Node) -> fx.Node:

@@ -104,6 +104,21 @@ class _Sequences(nn.Module):
         return self.patches(self.out(F.silu(self.norm(x)).transpose(1, 2))).transpose(1, 2)
 
 
+class _Collected(nn.Module):
+    """Pictures put beside one another, from nothing on: a vector without elements, as `torch.cat` takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(3))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        x, collected = rows.permute(0, 3, 1, 2), torch.empty(0, device=rows.device)
+        for layer in self.layers:
+            x = layer(x).tanh()
+            collected = torch.cat([collected, x], 1)
+        return collected.permute(0, 2, 3, 1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tokens": (_Tokens, (4, 256, 16)),
     "tokens_with_a_stride": (functools.partial(_Tokens, stride=2), (16, 256, 16)),
@@ -111,6 +126,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "blocks_of_convolutions": (functools.partial(_Stages, pointwise=True), (2, 3, 64, 64)),
     "weighted_channels": (_Excited, (4, 32, 32, 32)),
     "sequences": (_Sequences, (4, 128, 64)),
+    "collected": (_Collected, (2, 6, 6, 8)),
 }
 
 

@@ -197,3 +197,16 @@ def test_nothing_reaches_the_row_of_padding(is_tied: bool) -> None:
     step(other, scale).backward()
     assert own.grad is not None and own.grad.isfinite().all()
     torch.testing.assert_close(own.grad, other.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"kernels": "onnxruntime"}], ids=["default", "ONNX Runtime's kernels"])
+def test_the_same_words_twice(options: dict[str, object]) -> None:
+    """Both gradients are one to the partitioner, so that a sum is of one and the same."""
+
+    def step(weight: Tensor) -> Tensor:
+        return F.embedding(WORDS, weight) + F.embedding(WORDS, weight)
+
+    own, other = (torch.linspace(-1, 1, 35, device=DEVICE).view(7, 5).requires_grad_() for _ in range(2))
+    compiled(step, options=options)(own).square().sum().backward()
+    step(other).square().sum().backward()
+    torch.testing.assert_close(own.grad, other.grad)
