@@ -83,7 +83,7 @@ def _batch_norm_standard(
         raise Unsupported("the kernel writes over the running statistics, which are constants")
     weight, bias = _affine(op, input, weight, bias)
     # As in `_batch_norm_fused`. But the kernel multiplies the old statistics by 0, so that these are numbers also where a running one is none.
-    scratch = [op.Cast(op.Less(old, float(len(op.builder.graph))), to=ir.DataType.FLOAT) for old in (running_mean, running_var)]
+    scratch = [op.Cast(op.Less(old, _unlike_any(op)), to=ir.DataType.FLOAT) for old in (running_mean, running_var)]
     out, mean, variance = op.BatchNormalization(input, weight, bias, *scratch, epsilon=eps, momentum=0.0, training_mode=1, _outputs=3)
     return out, mean, variance, rsqrt(op, variance, eps)
 
@@ -100,11 +100,16 @@ def _batch_norm_fused(
     weight, bias = as_single(op, *_affine(op, input, weight, bias))
     # The kernel writes its running statistics over the old ones (an alias in ONNX Runtime), which therefore must be values that nothing
     # else reads, nor is merged with. ONNX's momentum is the part of the old statistics: with none of it they are the batch's own.
-    scratch = [op.Mul(old, float(len(op.builder.graph))) for old in as_single(op, running_mean, running_var)]
+    scratch = [op.Mul(old, _unlike_any(op)) for old in as_single(op, running_mean, running_var)]
     attributes = {"epsilon": eps, "momentum": 0.0, "training_mode": 1}
     like = (input, bias, bias, bias, bias)
     out, _, variance, mean, rstd = microsoft(op, "BatchNormInternal", input, weight, bias, *scratch, like=like, **attributes)
     return out, mean, variance, rstd
+
+
+def _unlike_any(op: Any) -> float:
+    """A number that nothing else in the graph is combined with: no other normalization's scratch, nor a program's number or momentum (0 or 1)."""
+    return len(op.builder.graph) + math.sqrt(2)
 
 
 def _batch_norm(

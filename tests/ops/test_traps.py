@@ -117,6 +117,17 @@ def test_batch_norm_in_training_and_its_running_variance(training: bool) -> None
     torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_batch_norm_that_keeps_none_of_the_old_statistics_or_all(momentum: float) -> None:
+    # ONNX Runtime's optimiser merges what multiplies them with the same number, and its kernel writes over the memory that it is given for new ones.
+    reference, model = nn.BatchNorm2d(3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    compiled = torch.compile(model, backend="ort_training")
+    for _ in range(3):
+        x = torch.randn(2, 3, 2, 2) * 3 + 1
+        torch.testing.assert_close(compiled(x), reference(x))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
 def test_the_mean_loss_counts_its_rows() -> None:
     # torch_lib's nll_loss_forward takes 1 for the sum of weights.
     target, weight = torch.tensor([0, 2, 1, 2]), torch.tensor([0.5, 2.0, 1.0])
