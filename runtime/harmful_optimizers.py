@@ -16,7 +16,8 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     """Graph optimizers of ONNX Runtime that break this graph, by name, where the provider runs it.
 
     MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
-    MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1).
+    MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1), and forgets the dimensions that one has beyond those of the
+    product (1.19.2).
     QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid; and in bfloat16 where it has no kernel (CUDA, 1.19.2).
     NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
     by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
@@ -36,9 +37,11 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     MatMulAddFusion puts what it makes of a product and a sum behind all other nodes: in a backward of its own the gradient that everything waits for
     comes last, and temporaries of all layers are there at once (1.32.0: 150 MB for 87).
     """
-    products = (node for node in model.graph if node.op_type in ("MatMul", "FusedMatMul"))
-    is_double = any(node.outputs[0].dtype == ir.DataType.DOUBLE for node in products)
-    harmful = ["MatmulTransposeFusion", "MatMulScaleFusion"] if is_double else []
+    products = [node.outputs[0] for node in model.graph if node.op_type in ("MatMul", "FusedMatMul")]
+    is_double = any(value.dtype == ir.DataType.DOUBLE for value in products)
+    harmful = ["MatmulTransposeFusion"] if is_double else []
+    if is_double or any(map(_gets_dimensions, products)):
+        harmful.append("MatMulScaleFusion")
     sigmoids = {node.outputs[0].dtype for node in model.graph if node.op_type == "Sigmoid"}
     # A node of the operator alone does not tell that there is no kernel: it is a function, of which every step has one.
     if ir.DataType.DOUBLE in sigmoids or ir.DataType.BFLOAT16 in sigmoids and has_training():
@@ -60,6 +63,12 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     if _computes_again_what_is_handed_out(model):
         harmful.append("CommonSubexpressionElimination")
     return harmful
+
+
+def _gets_dimensions(value: ir.Value) -> bool:
+    """Whether it is multiplied with, or divided by, what has more dimensions."""
+    others = [one for use in value.uses() if use.node.op_type in ("Mul", "Div") for one in use.node.inputs if one is not None]
+    return any(one.shape is not None and (value.shape is None or one.shape.rank() > value.shape.rank()) for one in others)
 
 
 def _reads_statistics(model: ir.Model) -> bool:

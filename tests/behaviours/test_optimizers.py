@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -62,6 +63,13 @@ def test_a_checkpointed_sum_in_front_of_a_normalisation() -> None:
 def test_a_clamp_behind_a_relu(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5).mul(4).to(dtype).requires_grad_(dtype.is_floating_point)
     same_as_eager(lambda x: x.relu().clamp(1, 2) * 3, call(x), train=dtype.is_floating_point)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("operator", [torch.mul, torch.div])
+def test_a_factor_with_more_dimensions_than_the_product(operator: Callable[..., torch.Tensor], train: bool) -> None:
+    x, y = (torch.randn(3, 4).requires_grad_(train) for _ in range(2))
+    same_as_eager(lambda x, y: operator(x @ y.mT, torch.tensor([[[2.0]]])), call(x, y), train=train)
 
 
 def _optimizers(model: nn.Module, x: torch.Tensor, capfd: pytest.CaptureFixture[str]) -> collections.Counter[str]:
