@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch._functorch import config
+from torch import fx
+
+# Where PyTorch's pass over graphs without a backward of their own is (read in torch 2.13; older ones have none).
+_PLACE, _NAME = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass", "remat_using_tags_for_fwd_loss_bwd_graph"
 
 
-def nothing_to_compute_again(example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """While AOTAutograd traces a graph for these inputs: what a checkpoint marks is left alone where nothing needs a gradient.
+@contextlib.contextmanager
+def nothing_to_compute_again(gm: fx.GraphModule) -> Iterator[None]:
+    """While AOTAutograd traces Dynamo's graph: what a checkpoint marks is left alone in graphs of which no part is a backward.
 
-    PyTorch looks in such graphs, too, for a backward that is to compute marked nodes again, and raises an error where one of them draws random
-    numbers (`remat_using_tags_for_fwd_loss_bwd_graph`, read in torch 2.13; older ones do not look).
+    PyTorch looks in such graphs, too, for a backward that is to compute marked nodes again, and before that raises an error where one of them draws
+    random numbers: where nothing needs a gradient, and where what needs one is not handed out, as behind `detach`.
     """
-    needs_gradient = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in example_inputs)
-    if needs_gradient or not hasattr(config, "remat_using_tags_for_fwd_loss_bwd_graph"):
-        return contextlib.nullcontext()
-    return config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
+    modules = [one for one in gm.modules() if isinstance(one, fx.GraphModule)]
+    if not any(one.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint) for one in modules):
+        yield
+        return
+    try:
+        place = importlib.import_module(_PLACE)
+    except ImportError:
+        yield
+        return
+    known = getattr(place, _NAME)
+
+    def where_there_is_a_backward(gm: fx.GraphModule) -> fx.GraphModule:
+        made: fx.GraphModule = known(gm) if any(map(_is_backward, gm.graph.nodes)) else gm
+        return made
+
+    with mock.patch.object(place, _NAME, where_there_is_a_backward):
+        yield
+
+
+def _is_backward(node: fx.Node) -> bool:
+    """As PyTorch's pass finds it: by a note of Dynamo's, or of the user's."""
+    custom: dict[str, Any] = node.meta.get("custom") or {}
+    return bool(node.meta.get("autograd_backward")) or custom.get("phase") == "backward"

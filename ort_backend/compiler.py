@@ -104,11 +104,19 @@ def ort_training(
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     #    What it has compiled before it finds in its cache.
     whole_layers = decompositions.lstm_as_steps(onednn=onednn_may_run_layers(one.target, strict=settings.strict))
-    unmarked = nothing_to_compute_again(example_inputs)
     one.functions_write = autograd_function.write_to_arguments(gm)
     one.keeps = compile_cache.is_for(settings, one.target, gm, example_inputs)
     cache = compile_cache.keeping(settings, one.target, gm, example_inputs, one.load) if one.keeps else contextlib.nullcontext()
-    with compilation.phase("aot"), whole_layers, whole_operators(), right_losses(), assigned_behind_the_graph(), unread_draws(), unmarked, cache:
+    with (
+        compilation.phase("aot"),
+        whole_layers,
+        whole_operators(),
+        right_losses(),
+        assigned_behind_the_graph(),
+        unread_draws(),
+        nothing_to_compute_again(gm),
+        cache,
+    ):
         compiled = aot_module_simplified(
             gm,
             example_inputs,

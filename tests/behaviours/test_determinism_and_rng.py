@@ -266,6 +266,15 @@ def test_dropout_in_a_checkpoint_that_needs_no_gradient(read: bool, grad: bool) 
         same_as_eager(function, call(torch.randn(8, 16)), train=False)
 
 
+@pytest.mark.parametrize("read", [True, False])
+def test_dropout_in_a_checkpoint_whose_result_is_detached(read: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        made = torch.utils.checkpoint.checkpoint(lambda x: nn.functional.dropout(x.sin(), 0.3), x, use_reentrant=False).detach()
+        return (made if read else x.detach()) + nn.functional.dropout(x.detach(), 0.5)
+
+    same_as_eager(function, call(torch.randn(8, 16).requires_grad_()), train=False)
+
+
 @torch.library.custom_op("determinism::drop", mutates_args=("x",), tags=(torch.Tag.nondeterministic_seeded,))
 def drop(x: torch.Tensor, p: float) -> None:
     x.mul_(torch.rand(x.shape, device=x.device) > p)
