@@ -50,6 +50,15 @@ def _refuse_far_padding(transposed: bool, output_padding: Any, attributes: dict[
         raise Unsupported("output_padding of a stride or more")
 
 
+def _refuse_empty(input: ir.Value, output_padding: Any, attributes: dict[str, Any]) -> None:
+    """ONNX Runtime fails where padding takes all of a transposed convolution's result away (1.19.2 and 1.32.0)."""
+    names = ("strides", "pads", "dilations", "kernel_shape")
+    more = _per_dim(output_padding, len(attributes["strides"]))
+    for size, stride, pad, dilation, taps, behind in zip(input.shape[2:], *(attributes[name] for name in names), more):  # type: ignore[index]
+        if isinstance(size, int) and (size - 1) * stride - 2 * pad + dilation * (taps - 1) + behind + 1 == 0:
+            raise Unsupported("a transposed convolution whose result has no elements")
+
+
 @register(aten.convolution.default, promote="output")
 def convolution(op, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     """convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed,
@@ -60,6 +69,7 @@ def convolution(op, input, weight, bias, stride, padding, dilation, transposed, 
     inputs = (input, weight) if bias is None else (input, weight, bias)
     if not transposed:
         return op.Conv(*inputs, **attributes)
+    _refuse_empty(input, output_padding, attributes)
     return _transposed(op, *inputs, **attributes, output_padding=_per_dim(output_padding, len(attributes["strides"])))
 
 

@@ -144,6 +144,11 @@ def test_the_gradient_of_average_pooling_knows_its_size() -> None:
     assert check(lambda x: F.avg_pool2d(x, 3, 2, 1), torch.randn(1, 2, 7, 7)).python_ops == 0
 
 
+def test_a_transposed_convolution_of_which_padding_leaves_nothing() -> None:
+    report = check(lambda x, w: F.conv_transpose2d(x, w, padding=(0, 3)), torch.randn(2, 2, 4, 4), torch.randn(2, 2, 1, 3))
+    assert report.python_ops >= 1
+
+
 def test_maxima_of_bools_along_a_dimension() -> None:
     check(lambda x: (x > 0).max(1), torch.randn(3, 4))
 
