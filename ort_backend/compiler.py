@@ -22,9 +22,9 @@ from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart
 from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
-from ort_backend.errors import LoweringError, OptionError
+from ort_backend.errors import OptionError
 from ort_backend.guards import records
-from ort_backend.lowering import autograd_function, decompositions, dense_products, dynamo_hook, onednn, recurrent_layers, traced_function
+from ort_backend.lowering import autograd_function, decompositions, dynamo_hook, recurrent_layers, traced_function
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.checkpoints import nothing_to_compute_again
 from ort_backend.lowering.composites import right_losses, whole_operators
@@ -32,13 +32,14 @@ from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.unread_draws import unread_draws
 from ort_backend.options import CompileOptions
-from ort_backend.runtime import capabilities, python_op
+from ort_backend.runtime import python_op
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph, InferencePlan
 from ort_backend.runtime.region_graph import RegionGraph, RegionPlan, RegionTraining, RegionTrainingPlan
 from ort_backend.runtime.session import Program, Session, SessionConfig
 from ort_backend.runtime.training_graph import TrainingGraph, TrainingPlan
 from ort_backend.target import OrtTarget
+from ort_backend.target_choice import target_of
 from ort_backend.user_passes import name_of, run_fx_passes, run_onnx_passes
 from ort_backend.verify import verified
 
@@ -99,7 +100,7 @@ def ort_training(
     dump = debug.Dump.asked_for(settings, name)
     if dump is not None and not compiled_autograd.has_own_operators(gm):
         dump.repro(gm, example_inputs, settings)
-    one = _Compilation(settings, _target(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
+    one = _Compilation(settings, target_of(settings, gm, example_inputs), compilation, name, dump, _inlined_functions(gm))
 
     # 2. AOTAutograd functionalises and decomposes, traces forward and backward as one joint graph, and calls back with it.
     #    What it has compiled before it finds in its cache.
@@ -391,43 +392,6 @@ def _autograd_functions(options: Any) -> str:
     if isinstance(options, CompileOptions):
         return options.autograd_functions
     return str(options.get("autograd_functions", "opaque")) if isinstance(options, Mapping) else "opaque"
-
-
-def _target(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
-    """The provider that was asked for, or the one of the tensors."""
-    for name, value in zip((node.name for node in gm.graph.nodes if node.op == "placeholder"), example_inputs):
-        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "cuda"):
-            raise LoweringError(f"input {name} is on device '{value.device}', but ONNX Runtime runs here on the CPU and on CUDA")
-    tensors = [value for value in example_inputs if isinstance(value, torch.Tensor)]
-    tensors += [node.meta["example_value"] for node in gm.graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
-    devices = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    if len(devices) > 1:
-        raise LoweringError(f"tensors on CUDA devices {sorted(devices)} meet in one graph, which runs on one device")
-    provider = settings.provider
-    if provider is None:
-        provider = "CUDAExecutionProvider" if devices else "CPUExecutionProvider"
-    if devices and provider == "CPUExecutionProvider":
-        raise OptionError("provider='CPUExecutionProvider' cannot read tensors on a CUDA device: leave the option out, or move model and inputs")
-    kernels = "onnxruntime" if settings.strict else settings.kernels
-    made = capabilities.target(provider, settings.opset, settings.custom_op_libraries, next(iter(devices), 0))
-    captures = settings.cuda_graphs and _can_capture(provider)
-    python_op = made.python_op and not captures and not compiled_autograd.is_on()
-    target = dataclasses.replace(
-        made, kernels=kernels, python_op=python_op, cuda_graphs=captures, threads=settings.threads or torch.get_num_threads()
-    )
-    has_onednn = onednn.is_on()
-    multiplies_bfloat16 = has_onednn and dense_products.processor_multiplies_bfloat16()
-    mkl, slow_mkl = dense_products.mkl_is_at_home(), dense_products.mkl_is_slow()
-    return dataclasses.replace(target, onednn=has_onednn, mkl=mkl, slow_mkl=slow_mkl, bfloat16_products=multiplies_bfloat16)
-
-
-def _can_capture(provider: str) -> bool:
-    if provider == "CUDAExecutionProvider":
-        return True
-    if (why := (provider, "cuda_graphs")) not in _warned:
-        _warned.add(why)
-        log.warning("cuda_graphs: the %s has none to capture; the option changes nothing", provider)
-    return False
 
 
 # torch.compile imports this module when it is told the backend's name, before it traces anything.

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ort_backend
-from ort_backend import compiler
+from ort_backend import target_choice
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import arena
 
@@ -176,7 +176,7 @@ def test_the_cpu_reads_no_tensors_of_a_device() -> None:
     with FakeTensorMode():
         x = torch.empty(3, device="cuda")
     with pytest.raises(ort_backend.OptionError, match="cannot read tensors on a CUDA device"):
-        compiler._target(CompileOptions(provider="CPUExecutionProvider"), fx.GraphModule({}, graph), [x])
+        target_choice.target_of(CompileOptions(provider="CPUExecutionProvider"), fx.GraphModule({}, graph), [x])
 
 
 @pytest.mark.cpu_only(reason="a provider that reads no tensors of a device")

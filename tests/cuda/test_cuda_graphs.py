@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ort_backend
-from ort_backend import compiler
+from ort_backend import compiler, target_choice
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.captured_run import CapturedRun
 
@@ -29,7 +29,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append(run._session.name.rpartition(".")[2])
         original(run, tensors)
 
-    monkeypatch.setattr(compiler, "_can_capture", lambda provider: True)
+    monkeypatch.setattr(target_choice, "_can_capture", lambda provider: True)
     monkeypatch.setattr(CapturedRun, "_bind", bind)
     return taken
 
@@ -170,7 +170,7 @@ def test_a_run_that_cannot_be_captured_runs_plainly(captures: list[str], monkeyp
 
 
 def test_on_the_cpu_the_option_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    compiler._warned.discard(("CPUExecutionProvider", "cuda_graphs"))
+    target_choice._warned.discard("CPUExecutionProvider")
     module, x = nn.Linear(8, 4), torch.randn(3, 8)
     with caplog.at_level(logging.WARNING):
         result = torch.compile(module, backend="ort_training", mode="reduce-overhead")(x)
