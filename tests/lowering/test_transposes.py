@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from behaviours.check import call, same_as_eager
-from ops.harness import check, lower, run, trace
+from ops.harness import check, lower, trace
 from torch import nn
 
 SHAPES = [(4, 3, 14, 16, 14, 16), (8, 4, 64, 32, 2), (64, 64, 16), (2, 1, 512, 3, 32)]
@@ -43,10 +45,20 @@ def test_which_are_split(shape: tuple[int, ...], permutation: tuple[int, ...], c
     assert len(_transposes(torch.randn(shape), permutation=permutation)) == count
 
 
-def test_onnx_runtime_leaves_both_steps_apart() -> None:
-    x = torch.randn(4, 8, 2, 2, 48, 48)
-    lowered = lower(trace(lambda x: x.permute(0, 1, 4, 2, 5, 3).reshape(4, 8, 96, 96), [x]))
-    assert torch.equal(run(lowered, [x])[0], x.permute(0, 1, 4, 2, 5, 3).reshape(4, 8, 96, 96))
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize(
+    "shape, permutation",
+    [((4, 8, 2, 2, 48, 48), (0, 1, 4, 2, 5, 3)), ((4, 64, 3, 4, 32), (2, 0, 3, 4, 1)), ((3, 4, 4, 32, 64), (1, 4, 0, 2, 3))],
+    ids=["pixel shuffle", "channels of heads", "their gradient"],
+)
+def test_onnx_runtime_leaves_both_steps_apart(shape: tuple[int, ...], permutation: tuple[int, ...], dynamic: bool | None, tmp_path: Path) -> None:
+    x = torch.randn(shape)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: (x * 2).permute(permutation).contiguous() * 2, backend="ort_training", options={"dump_dir": str(tmp_path)})
+    assert torch.equal(compiled(x), x.permute(permutation) * 4)
+    optimized = [node.op_type for path in tmp_path.rglob("*.optimized.onnx") for node in onnx.load(path).graph.node]
+    assert optimized.count("Transpose") == 2
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
