@@ -76,14 +76,13 @@ def test_a_profile_ends_once(tmp_path: Path) -> None:
     assert profile.end() == []
 
 
-def test_a_loop_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", True)
-
+def test_a_loop_counts_once(tmp_path: Path) -> None:
     class Layer(nn.GRU):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return super().forward(x)[0]
 
-    paths = _recorded(Layer(8, 16), tmp_path, torch.randn(20, 4, 8))
+    with torch._dynamo.config.patch(allow_rnn=True):
+        paths = _recorded(Layer(8, 16), tmp_path, torch.randn(20, 4, 8))
     events = [event for path in paths for event in json.loads(Path(path).read_text(encoding="utf-8")) if event["cat"] == "Node"]
     loops = [event for event in events if event["name"].startswith("Scan") and event["name"].endswith("kernel_time")]
     assert loops, "the layer is no Scan: this test needs another one"
