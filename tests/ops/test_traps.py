@@ -128,6 +128,19 @@ def test_batch_norm_that_keeps_none_of_the_old_statistics_or_all(momentum: float
         torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_batch_norm_as_the_first_of_a_graph(momentum: float) -> None:
+    """Without a count of batches, or weights, in front of it."""
+
+    def step(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, mean, variance, training=True, momentum=momentum)
+
+    x, statistics = torch.randn(2, 3, 2, 2) * 3 + 1, (torch.rand(3), torch.rand(3) + 1)
+    expected, actual = ([one.clone() for one in statistics] for _ in range(2))
+    torch.testing.assert_close(torch.compile(step, backend="ort_training")(x, *actual), step(x, *expected))
+    torch.testing.assert_close(actual, expected)
+
+
 def test_the_mean_loss_counts_its_rows() -> None:
     # torch_lib's nll_loss_forward takes 1 for the sum of weights.
     target, weight = torch.tensor([0, 2, 1, 2]), torch.tensor([0.5, 2.0, 1.0])
