@@ -43,7 +43,7 @@ def add_inputs(
             lowering.add_input(node, node.name)
             # Dynamo's guards tell tensors with a pending negation from others.
             negated = isinstance(fake, torch.Tensor) and fake.is_neg()
-            inputs.append(input_of(position, fake, entering_order(fake), as_shape=lowering.target.sizes_on_host, may_be_negated=negated))
+            inputs.append(input_of(position, fake, as_shape=lowering.target.sizes_on_host, may_be_negated=negated))
     return tuple(inputs)
 
 
@@ -52,14 +52,14 @@ def _is_nested_int(fake: Any) -> bool:
     return isinstance(fake, torch.SymInt) and fake.node.is_nested_int()
 
 
-def input_of(position: int, fake: Any, order: tuple[int, ...] | None = None, *, as_shape: bool = False, may_be_negated: bool = True) -> Input:
+def input_of(position: int, fake: Any, *, as_shape: bool = False, may_be_negated: bool = True, as_it_lies: bool = True) -> Input:
     """The input for a tensor or number like `fake` at that place among the arguments.
 
-    `order` and `as_shape`: how `GraphLowering.add_input` takes it, a tensor in its `entering_order`, an integer as a shape.
+    `as_shape` and `as_it_lies`: how `GraphLowering.add_input` takes it, an integer as a shape, a tensor in its `entering_order`.
     """
     if not isinstance(fake, torch.Tensor):
         return Input(position, None, as_shape=as_shape and isinstance(fake, torch.SymInt))
-    may_be_empty = any(map(may_be_zero, fake.shape))
+    may_be_empty, order = any(map(may_be_zero, fake.shape)), entering_order(fake) if as_it_lies else None
     return Input(position, fake.dtype, may_be_empty, may_be_negated=may_be_negated, device=fake.device, permutation=order)
 
 

@@ -119,7 +119,7 @@ def lower_joint(
     plan = TrainingPlan(
         inputs=inputs,
         outputs=outputs,
-        tangents=tuple(input_of(partition.tangents.index(node), node.meta["val"]) for node in _entering(partition)),
+        tangents=tuple(input_of(partition.tangents.index(node), node.meta["val"], as_it_lies=False) for node in _entering(partition)),
         gradients=gradients,
         draws=hoisted.draws,
         draws_inside=bool(hoisted.left),

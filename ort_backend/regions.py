@@ -24,7 +24,7 @@ from ort_backend.lowering.fused_attention import REASON as FUSED
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.memory_order import READS_STRIDES, entering_order, order_of, storage_order
+from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
@@ -325,13 +325,7 @@ class _Writer:
             self._need(node)
         values = region.lowered.model.graph.inputs
         inputs = tuple(
-            input_of(
-                self._slots[node],
-                fake := node.meta["val"],
-                entering_order(fake),
-                as_shape=value.dtype == ir.DataType.UINT8,
-                may_be_negated=self._may_be_negated(node),
-            )
+            input_of(self._slots[node], node.meta["val"], as_shape=value.dtype == ir.DataType.UINT8, may_be_negated=self._may_be_negated(node))
             for node, value in zip(region.inputs, values, strict=True)
         )
         self._reads.append([one.position for one in inputs])
