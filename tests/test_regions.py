@@ -351,6 +351,16 @@ def test_two_draws_that_are_written_alike_stay_two() -> None:
     same_as_eager(function, call(X), python_ops=None)
 
 
+def test_attention_that_nothing_reads_has_no_session() -> None:
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        heads = (x @ x.mT).view(1, 1, 8, 8)
+        nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return twist(x)
+
+    (graph,) = same_as_eager(attended, call(X.detach()), graphs=1, python_ops=OPERATORS[:1], train=False).graphs
+    assert graph.sessions == 0
+
+
 def test_values_go_with_their_last_reader() -> None:
     alive: list[int] = []
 

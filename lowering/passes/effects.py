@@ -53,7 +53,14 @@ def has_effect(node: fx.Node) -> bool:
 
 def drop_unread(graph: fx.Graph) -> None:
     """Removes, in place, what nothing reads, but for random draws and what has effects."""
-    graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node.is_impure() or has_effect(node) or is_random(node))
+    graph.eliminate_dead_code(_stays)
+
+
+def _stays(node: fx.Node) -> bool:
+    if node.op == "placeholder" or has_effect(node) or is_random(node):
+        return True
+    is_tagged = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.is_impure() and not is_tagged  # attention without dropout draws nothing, for all its tag says
 
 
 def is_dropped(node: fx.Node) -> bool:
