@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import onnx_ir as ir
@@ -19,8 +19,8 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1), and forgets the dimensions that one has beyond those of the
     product (1.19.2).
     QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid; and in bfloat16 where it has no kernel (CUDA, 1.19.2).
-    NoopElimination drops the sum with an empty constant, and with it the graph's output that this sum may be; and what only multiplies a tangent
-    by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
+    NoopElimination drops sums and products with an empty constant, and with one the graph's output that it may be, or fails at it (1.19.2); and
+    what only multiplies a tangent by 1, which leaves a tangent as the gradient, and `TrainingAgent` cannot fetch that (1.19.2).
     ConstantFolding turns a gradient that is constant into an initializer, which `TrainingAgent` cannot fetch (1.19.2); and it would keep
     large tensors of zeros (to which an embedding's gradient is added) for the life of the session; and it would call PyTorch once, while
     the session is made, and free memory that is torch's.
@@ -52,9 +52,10 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
         harmful.append("DivMulFusion")
     if any(node.op_type == "Range" for node in model.graph):
         harmful.append("GatherToSliceFusion")
-    if _has_empty_fill(model) or _hands_back_a_tangent(model):
+    varying = _varying(model)
+    if _has_empty_constant(model, varying) or _hands_back_a_tangent(model):
         harmful.append("NoopElimination")
-    if _has_large_fill(model) or _folds_too_much(model):
+    if _has_large_fill(model) or _folds_too_much(model, varying):
         harmful.append("ConstantFolding")
     if _reads_statistics(model) or _has_layers_not_to_skip(model, provider):
         harmful.append("SkipLayerNormFusion")
@@ -100,8 +101,10 @@ def _has_large_fill(model: ir.Model) -> bool:
     return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(model))
 
 
-def _has_empty_fill(model: ir.Model) -> bool:
-    return any(0 in shape for shape in _fills(model))
+def _has_empty_constant(model: ir.Model, varying: Set[ir.Value]) -> bool:
+    """Whether there is arithmetic with a tensor without elements that depends on no input."""
+    operands = (value for node in model.graph if node.op_type in _ARITHMETIC for value in node.inputs)
+    return any(value is not None and value.shape is not None and 0 in value.shape and value not in varying for value in operands)
 
 
 def _fills(model: ir.Model) -> Iterator[ir.Shape]:
@@ -112,13 +115,18 @@ def _fills(model: ir.Model) -> Iterator[ir.Shape]:
             yield node.outputs[0].shape
 
 
-def _folds_too_much(model: ir.Model) -> bool:
-    """Whether an output, or a node that calls PyTorch, depends on no input, or on the shape of one at most."""
+def _varying(model: ir.Model) -> set[ir.Value]:
+    """The values that depend on inputs, and on more than their shapes."""
     varying = set(model.graph.inputs)
     for node in model.graph:
         reads_values = node.op_type not in ("Shape", "Size") and not varying.isdisjoint(value for value in node.inputs if value is not None)
         if reads_values or node.op_type == "YieldOp":
             varying.update(node.outputs)
+    return varying
+
+
+def _folds_too_much(model: ir.Model, varying: Set[ir.Value]) -> bool:
+    """Whether an output, or a node that calls PyTorch, depends on no input, or on the shape of one at most."""
     calls = (node for node in model.graph if node.op_type in (ATEN, TRITON, "PythonOp"))
     return any(value not in varying for value in model.graph.outputs) or any(node.outputs[0] not in varying for node in calls)
 

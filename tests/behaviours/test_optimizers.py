@@ -72,6 +72,13 @@ def test_a_factor_with_more_dimensions_than_the_product(operator: Callable[..., 
     same_as_eager(lambda x, y: operator(x @ y, torch.tensor([[[2.0]]])), call(x, y), train=train)
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("operator", [torch.mul, torch.add])
+def test_arithmetic_with_a_constant_without_elements(operator: Callable[..., torch.Tensor], train: bool) -> None:
+    x, w = torch.randn(2, 0, 8).requires_grad_(train), torch.randn(8, 3)
+    same_as_eager(lambda x, w: operator(x, torch.arange(x.shape[1]).float()[:, None]) @ w, call(x, w), train=train)
+
+
 def _optimizers(model: nn.Module, x: torch.Tensor, capfd: pytest.CaptureFixture[str]) -> collections.Counter[str]:
     """How often each of ONNX Runtime's graph optimizers went over a model, forward and backward."""
     capfd.readouterr()
