@@ -123,10 +123,10 @@ def exp2(op: Any, self: ir.Value) -> ir.Value:
 def expm1(op: Any, self: ir.Value) -> ir.Value:
     """expm1(Tensor self) -> Tensor
 
-    tanh(x / 2) (exp(x) + 1), which keeps the digits of a small x that exp(x) - 1 loses.
+    tanh(x / 2) (exp(x) + 1), which keeps the digits of a small x that exp(x) - 1 loses. Rounding, and ONNX Runtime's tanh, go below -1.
     """
     half = op.Mul(self, scalar_like(op, 0.5, self))
-    return op.Mul(op.Tanh(half), op.Add(op.Exp(self), scalar_like(op, 1.0, self)))
+    return op.Max(op.Mul(op.Tanh(half), op.Add(op.Exp(self), scalar_like(op, 1.0, self))), scalar_like(op, -1.0, self))
 
 
 @register(aten.log1p.default, promote="output")

@@ -56,6 +56,23 @@ def test_square_roots_are_rounded_rightly(count: int, power: bool) -> None:
     assert torch.equal(roots, torch.from_numpy(np.sqrt(x.numpy())))
 
 
+def _logarithm(x: torch.Tensor) -> torch.Tensor:
+    return torch.log(1 - x.tanh() ** 2 + 1e-7)
+
+
+@pytest.mark.parametrize("count", [64, 100_000])
+@pytest.mark.parametrize("function", [torch.tanh, torch.expm1, _logarithm])
+def test_tanh_stays_within_its_bounds(function: Callable[[torch.Tensor], torch.Tensor], count: int) -> None:
+    """Between 8.2 and 9 that of ONNX Runtime's CPU provider does not."""
+    x = torch.cat([sign * torch.linspace(low, 2.3 * low, count) for sign in (-1, 1) for low in (8, 16)])[: 3 * count]
+    x[:3] = torch.tensor([nan, inf, -inf])
+    result = torch.compile(function, backend="ort_training")(x)
+    expected = function(x)
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6 if function is not _logarithm else 2, equal_nan=True)
+    if function is not _logarithm:
+        assert result.nan_to_num().min() >= -1 and (function is torch.expm1 or result.nan_to_num().max() <= 1)
+
+
 @pytest.mark.parametrize("name", _BINARY)
 def test_nan_and_infinity_of_two(name: str) -> None:
     a = odd()
