@@ -49,11 +49,24 @@ def test_by_size(table: None, elements: int, chosen: bool) -> None:
 
 
 @single_session
-@pytest.mark.parametrize("rows, intel, in_pytorch", [(512, False, False), (1024, False, True), (512, True, True), (32, True, False)])
-def test_layers_are_normalized_by_pytorch_where_they_are_large(rows: int, intel: bool, in_pytorch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rows, width, intel, in_pytorch",
+    [
+        (512, 384, False, False),
+        (1024, 384, False, True),
+        (512, 384, True, True),
+        (32, 384, True, False),
+        (512, 768, False, False),
+        (1024, 768, False, True),
+        (512, 768, True, True),
+    ],
+)
+def test_layers_are_normalized_by_pytorch_where_they_are_large(
+    rows: int, width: int, intel: bool, in_pytorch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dense_products, "mkl_is_at_home", lambda: intel)
-    norm, weight = nn.LayerNorm(384), torch.randn(384)
-    operators = [operator for operator, _, _ in _outside(lambda x: norm(x) * weight, torch.randn(rows, 384))]
+    norm, weight = nn.LayerNorm(width), torch.randn(width)
+    operators = [operator for operator, _, _ in _outside(lambda x: norm(x) * weight, torch.randn(rows, width))]
     assert operators == (["aten::native_layer_norm", "aten::native_layer_norm_backward"] if in_pytorch else [])
 
 
