@@ -19,7 +19,7 @@ from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
 
-_warned: set[str] = set()  # providers
+_warned: set[tuple[str, str]] = set()  # options, and what has been said of them
 
 
 def target_of(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> OrtTarget:
@@ -42,6 +42,10 @@ def target_of(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequ
         provider = "CUDAExecutionProvider" if devices else "CPUExecutionProvider"
     if devices and provider == "CPUExecutionProvider":
         raise OptionError("provider='CPUExecutionProvider' cannot read tensors on a CUDA device: leave the option out, or move model and inputs")
+    if provider == "CPUExecutionProvider" and settings.provider_options:
+        _warn_once(
+            "provider_options", f"the {provider} takes none: {', '.join(settings.provider_options)} changes nothing; the CPU has session_options"
+        )
     kernels = "onnxruntime" if settings.strict else settings.kernels
     made = capabilities.target(provider, settings.opset, settings.custom_op_libraries, next(iter(devices), 0))
     captures = settings.cuda_graphs and _can_capture(provider)
@@ -58,7 +62,11 @@ def target_of(settings: CompileOptions, gm: fx.GraphModule, example_inputs: Sequ
 def _can_capture(provider: str) -> bool:
     if provider == "CUDAExecutionProvider":
         return True
-    if provider not in _warned:
-        _warned.add(provider)
-        log.warning("cuda_graphs: the %s has none to capture; the option changes nothing", provider)
+    _warn_once("cuda_graphs", f"the {provider} has none to capture; the option changes nothing")
     return False
+
+
+def _warn_once(option: str, text: str) -> None:
+    if (option, text) not in _warned:
+        _warned.add((option, text))
+        log.warning("%s: %s", option, text)

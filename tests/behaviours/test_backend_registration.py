@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,14 +181,17 @@ def test_the_cpu_reads_no_tensors_of_a_device() -> None:
 
 
 @pytest.mark.cpu_only(reason="a provider that reads no tensors of a device")
-def test_the_provider_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_provider_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     seen = _session_options(monkeypatch)
-    same_as_eager(
-        nn.Linear(3, 2),
-        call(X),
-        graphs=1,
-        options={"provider": "CPUExecutionProvider", "provider_options": {"arena_extend_strategy": "kSameAsRequested"}},
-    )
+    target_choice._warned.clear()
+    with caplog.at_level(logging.WARNING):
+        same_as_eager(
+            nn.Linear(3, 2),
+            call(X),
+            graphs=1,
+            options={"provider": "CPUExecutionProvider", "provider_options": {"arena_extend_strategy": "kSameAsRequested"}},
+        )
+    assert caplog.text.count("provider_options: the CPUExecutionProvider takes none: arena_extend_strategy changes nothing") == 1, caplog.text
     assert seen[-1][1] == [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
 
 
