@@ -145,7 +145,7 @@ def _layers(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The hidden states of the last layer, and each kind of final state, (layers * directions, B, H)."""
+    """The hidden states of the last layer, and each kind of final state, (layers * directions, B, H), in memory of their own as in eager PyTorch."""
     x = input.transpose(0, 1) if batch_first else input
     initial = list(zip(*(states.split(1) if states.size(0) > 1 else [states] for states in hx)))
     size, finals = 4 if has_biases else 2, []
@@ -160,7 +160,7 @@ def _layers(
         x = torch.cat(ways, -1) if bidirectional else ways[0]
         if dropout != 0 and train and number < num_layers - 1:
             x = torch.dropout(x, dropout, train=True)
-    return x.transpose(0, 1) if batch_first else x, [torch.cat(kind) if len(kind) > 1 else kind[0] for kind in zip(*finals)]
+    return x.transpose(0, 1) if batch_first else x, [torch.cat(kind) for kind in zip(*finals)]
 
 
 def _lstm_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:

@@ -207,6 +207,21 @@ def test_inputs_without_gradients(options: dict[str, Any]) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, SCANS])
+@pytest.mark.parametrize("kind, given", CASES)
+def test_final_states_have_memory_of_their_own(kind: str, given: dict[str, Any], options: dict[str, Any]) -> None:
+    """Truncated backpropagation sets those of sequences that end to zero, in place."""
+    model, x, _ = _made(kind, given, False)
+    compiled = torch.compile(model, backend="ort_training", options=options)
+    y, final = compiled(x)
+    before, loss = y.detach().clone(), y.square().sum()
+    for state in final if isinstance(final, tuple) else (final,):
+        assert torch.count_nonzero(state) > 0
+        state.detach().zero_()
+    torch.testing.assert_close(y.detach(), before, rtol=0, atol=0)
+    loss.backward()
+
+
 def test_weights_that_are_computed() -> None:
     """A recurrent weight that the graph itself computes enters the Scan as a state."""
 
