@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +33,8 @@ class JointPartition:
         gradients: The backward's results: nodes and None.
         saved_primals: Indices of primals whose memory the backward reads, directly or through views.
         changing: Indices of those that are written to behind the forward, and on which the backward depends: it reads copies.
-        read: Nodes in whose memory, before or after lowering, lies what the backward reads of the forward.
+        taken: Nodes of the forward that the backward reads or hands on.
+        read: Nodes in whose memory, before or after lowering, lies what the backward reads of the forward, arguments among them.
         copied: Nodes that the backward reads, and that lie in copies which the program makes of primals: AOTAutograd does of those it writes to.
         replayed: Indices of primals on which the backward depends at all.
         depends_on: For each gradient, the indices of the tangents that it depends on.
@@ -48,6 +49,7 @@ class JointPartition:
     gradients: tuple[Any, ...]
     saved_primals: tuple[int, ...]
     changing: tuple[int, ...]
+    taken: Set[fx.Node]
     read: frozenset[fx.Node]
     copied: tuple[fx.Node, ...]
     replayed: tuple[int, ...]
@@ -90,6 +92,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int, written: Collection[fx.Node] =
         gradients=tuple(gradients),
         saved_primals=tuple(i for i, node in enumerate(primals) if node in read and node not in written and _is_tensor(node)),
         changing=tuple(i for i, node in enumerate(primals) if node in reached and node in written),
+        taken=taken.intersection(forward),
         read=frozenset(map(root, taken)),
         copied=tuple(copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),

@@ -67,17 +67,28 @@ class Results:
     """Collects what leaves a graph: values of ONNX Runtime once each, arguments and constants as they are, views taken of either."""
 
     def __init__(
-        self, lowering: GraphLowering, arguments: Sequence[fx.Node], results: Sequence[Any], *, views: bool, read: Set[fx.Node] = frozenset()
+        self,
+        lowering: GraphLowering,
+        arguments: Sequence[fx.Node],
+        results: Sequence[Any],
+        *,
+        views: bool,
+        taken: Set[fx.Node] = frozenset(),
+        read: Set[fx.Node] = frozenset(),
     ) -> None:
         """`results`: everything that will be added. `views`: whether views among them are to share memory with what they are views of.
 
-        `read`: nodes in whose memory lies what the backward reads.
+        `taken`, `read`: what the backward reads, and nodes in whose memory that lies.
         """
         self._lowering = lowering
         self._arguments = {node: i for i, node in enumerate(arguments)}
         nodes = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node)]
         self._places = {node: i for i, node in reversed(nodes)} if views else {}
         self._read = read
+        real = [node for node in taken if isinstance(node.meta.get("val"), torch.Tensor) and not node.meta["val"].is_complex()]
+        self._kept: dict[int, set[fx.Node]] = {}  # by the identity of a value: the bases of the nodes that it stands for
+        for node in real:
+            self._kept.setdefault(id(lowering.value(node)), set()).add(root(node, through_copies=False))
         self._sharing = collections.Counter(root(node) for _, node in nodes)
         self._results = frozenset(node for _, node in nodes)
         self._fetches: dict[Any, int] = {}
@@ -105,11 +116,13 @@ class Results:
         fake = node.meta["val"]
         is_tensor = isinstance(fake, torch.Tensor)
         permutation = storage_order(fake) if is_tensor else None
-        # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each.
-        key = (value, permutation, root(node, through_copies=False))
+        # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each, and the backward keeps its own.
+        base = root(node, through_copies=False)
+        key = (value, permutation, base)
         if key not in self._fetches:
             self._fetches[key] = len(self.values)
-            self.values.append(self._outgoing(value, fake, permutation))
+            is_taken = value in self._fetched or not self._kept.get(id(value), set()) <= {base}  # as what the program has copied
+            self.values.append(self._outgoing(value, fake, permutation, is_taken=is_taken))
             self._fetched.add(self.values[-1])
             self.nodes.append(node)
         restored = None if permutation is None else inverse(permutation)
@@ -176,11 +189,11 @@ class Results:
             return None
         return Output("made", value=evaluation_of(chain[::-1], inputs), parts=tuple(self.add(one) for one in inputs))
 
-    def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None) -> Any:
-        """The value to fetch: a node's own output, that nobody else fetches, in the memory order that PyTorch expects."""
+    def _outgoing(self, value: Any, fake: Any, permutation: tuple[int, ...] | None, *, is_taken: bool) -> Any:
+        """The value to fetch: a node's own output, that is nobody else's, in the memory order that PyTorch expects."""
         if permutation is not None:
             return self._lowering.transpose(value, (*permutation, len(permutation)) if fake.is_complex() else permutation)
-        return self._lowering.fresh(value, fake) if value in self._fetched or value.producer() is None or self._is_tangent(value) else value
+        return self._lowering.fresh(value, fake) if is_taken or value.producer() is None or self._is_tangent(value) else value
 
     @staticmethod
     def _is_tangent(value: Any) -> bool:

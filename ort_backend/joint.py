@@ -181,7 +181,7 @@ def lower_inference(
 
 def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node], list[ir.Value]]:
     """Writes the `YieldOp`: it hands out what the forward returns, and what comes back must have the tangents' types."""
-    collected = Results(lowering, partition.primals, partition.outputs, views=True, read=partition.read)
+    collected = Results(lowering, partition.primals, partition.outputs, views=True, taken=partition.taken, read=partition.read)
     outputs = tuple(collected.add(node) for node in partition.outputs)
     values, nodes = list(collected.values), list(collected.nodes)
     # ONNX Runtime gives the YieldOp's i-th output the type of its i-th differentiable input. Which outputs AOTAutograd has tangents for

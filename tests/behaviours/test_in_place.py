@@ -189,6 +189,32 @@ WRITTEN_LATER: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "clone": torch.clone,
+    "cat": lambda x: torch.cat([x]),
+    "stack": lambda x: torch.stack([x]),
+    "repeat": lambda x: x.repeat(1, 1),
+    "to": lambda x: x.to(torch.float32, copy=True),
+    "clone of a view": lambda x: x.view(3, 2).clone(),
+}
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_copy_of_what_the_backward_reads_written_to_later(copy: Callable[[torch.Tensor], Any], both: bool) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kept = x.exp()
+        return (copy(kept), kept) if both else (copy(kept),)
+
+    gradients = []
+    for run in (function, compiled(function)):
+        x = torch.randn(2, 3, generator=seeded(0)).requires_grad_()
+        results = run(x)
+        results[0].detach().zero_()
+        gradients.append(torch.autograd.grad([one.sum() for one in results], x))
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("kind", WRITTEN_LATER)
 def test_a_result_of_any_memory_order_or_dtype_written_to_later(kind: str) -> None:
     """Autograd forbids writes to a view that was taken where no gradients are recorded."""
