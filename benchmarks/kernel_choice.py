@@ -104,7 +104,7 @@ def activations(n: int) -> Iterator[Case]:
 
 
 def products(n: int) -> Iterator[Case]:
-    """Batches of matrix products with about `n` elements in one of their factors (single products: `kernel_choice.product_by_mkl` and others)."""
+    """Batches of matrix products with about `n` elements in one of their factors (single products: `product_choice.product_by_mkl` and others)."""
     for rows, depth, columns in ((128, 64, 128), (128, 128, 64), (256, 256, 256)):
         batch = max(1, n // (rows * max(depth, columns)))
         yield aten.bmm.default, (rand(batch, rows, depth), rand(batch, depth, columns)), {}

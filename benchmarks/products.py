@@ -1,6 +1,6 @@
 """Matrix products by oneDNN and MKL inside PythonOps and by ONNX Runtime's kernels, beside eager PyTorch: which is faster at which sizes.
 
-    python -m benchmarks.products                                   # the sizes that `kernel_choice.product_by_onednn` rests on
+    python -m benchmarks.products                                   # the sizes that `product_choice.product_by_onednn` rests on
     python -m benchmarks.products --rows 256 1024 --depths 256 384 768 1024 --columns 384 1024      # `product_by_mkl`
     python -m benchmarks.products --rows 512 --depths 1024 --columns 256 1024
 

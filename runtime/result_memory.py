@@ -1,7 +1,7 @@
 """Memory on the CPU for large results of PyTorch's kernels inside a session, used again as soon as a result is given up.
 
 From the C library's heap alone, which gives the place of such a result to smaller ones that stay (gradients of parameters), the next large one
-needs a new place, which no cache holds: with all products by MKL a step of a GPT took 1.06 times as long (`kernel_choice.product_by_mkl`).
+needs a new place, which no cache holds: with all products by MKL a step of a GPT took 1.06 times as long (`product_choice.product_by_mkl`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ ONNX Runtime's product takes the right side 128 columns at a time, and transpose
 products of this kind. Of what a Gemm takes for one, on one thread (AMD EPYC of family 25, model 17; 1.19.2 and 1.32.0 alike):
 
 - A Transpose in front of the product: 0.83 to 0.98 where the product has 320 columns or more. The rows of the transpose must not lie a multiple of
-  4 KB apart (`kernel_choice.product_by_onednn`): 0.97 to 1.06 there.
+  4 KB apart (`product_choice.product_by_onednn`): 0.97 to 1.06 there.
 - The product the other way round, (right^T left)^T, where it has thousands of rows: 0.76 to 0.91, for the gradient of a vocabulary of 4,000 with
   512 tokens and width 384 16.8 ms and not 20.8.
 

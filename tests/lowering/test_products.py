@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import dense_products, kernel_choice
+from ort_backend.lowering import dense_products, product_choice
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities
 
@@ -59,7 +59,7 @@ def _gradients(model: nn.Module, x: torch.Tensor, call: Any) -> list[torch.Tenso
     ],
 )
 def test_choice(rows: int, depth: int, columns: int, transposed: bool, chosen: bool) -> None:
-    assert kernel_choice.product_by_onednn(rows, depth, columns, transposed=transposed) == chosen
+    assert product_choice.product_by_onednn(rows, depth, columns, transposed=transposed) == chosen
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_choice(rows: int, depth: int, columns: int, transposed: bool, chosen: b
     ],
 )
 def test_choice_of_mkl(rows: int, depth: int, columns: int, transposed: bool, chosen: bool) -> None:
-    assert kernel_choice.product_by_mkl(rows, depth, columns, transposed=transposed) == chosen
+    assert product_choice.product_by_mkl(rows, depth, columns, transposed=transposed) == chosen
 
 
 def test_mkl_is_at_home_with_intel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_mkl_takes_what_onednn_would(library: str) -> None:
     model, x = nn.Linear(1024, 256), torch.randn(1024, 1024)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, backend="ort_training")(x), model(x), rtol=1e-4, atol=1e-3)
-    assert not kernel_choice.product_by_mkl(1024, 1024, 256, transposed=False)
+    assert not product_choice.product_by_mkl(1024, 1024, 256, transposed=False)
     assert _by(library) == 1
 
 
@@ -196,7 +196,7 @@ def test_autocast_to_bfloat16(bfloat16: None, bias: bool) -> None:
 
 @pytest.mark.parametrize("rows, depth, columns, chosen", [(128, 256, 320, True), (128, 64, 128, False), (1, 1024, 1024, False)])
 def test_choice_of_bfloat16(rows: int, depth: int, columns: int, chosen: bool) -> None:
-    assert kernel_choice.product_in_bfloat16(rows, depth, columns) == chosen
+    assert product_choice.product_in_bfloat16(rows, depth, columns) == chosen
 
 
 def test_a_product_in_bfloat16_is_eagers(bfloat16: None) -> None:
