@@ -31,7 +31,7 @@ from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import config as compiler_config
 
-from ort_backend import compiled_autograd
+from ort_backend import compiled_autograd, debug
 from ort_backend.callables import Boxed
 from ort_backend.deferred import deferred
 from ort_backend.direct_call import DirectPlan
@@ -107,7 +107,7 @@ def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exam
         return False
     if not should_use_local_autograd_cache() or importlib.util.find_spec("cloudpickle") is None:  # a machine may have been set up without it
         return False
-    if compiled_autograd.is_on() or settings.dump_dir is not None:
+    if compiled_autograd.is_on() or debug.directory_of(settings) is not None:
         return False
     if settings.fx_passes or settings.onnx_passes or settings.custom_op_libraries or registry.has_lowerings_of_users():
         return False

@@ -1,8 +1,9 @@
-"""What a compile made, on disk (`options={"dump_dir": ...}`), and in PyTorch's own log of compiles (`TORCH_TRACE`)."""
+"""What a compile made, on disk (`options={"dump_dir": ...}`, `TORCH_COMPILE_DEBUG`), and in PyTorch's own log of compiles (`TORCH_TRACE`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import fx
+from torch._dynamo.utils import get_debug_dir
 
 from ort_backend.errors import OptionError
 from ort_backend.lowering.autograd_function import sources
@@ -36,17 +38,18 @@ class Dump:
         Raises:
             OptionError: the directory cannot be made, or written to.
         """
-        if settings.dump_dir is None:
+        directory = directory_of(settings)
+        if directory is None:
             return None
-        directory = Path(settings.dump_dir)
+        asked = "TORCH_COMPILE_DEBUG asks for" if settings.dump_dir is None else "option 'dump_dir' is"
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be made: {error}") from None
+            raise OptionError(f"{asked} {str(directory)!r}, but that directory cannot be made: {error}") from None
         try:
             tempfile.TemporaryFile(dir=directory).close()
         except OSError as error:
-            raise OptionError(f"option 'dump_dir' is {str(settings.dump_dir)!r}, but that directory cannot be written to: {error}") from None
+            raise OptionError(f"{asked} {str(directory)!r}, but that directory cannot be written to: {error}") from None
         return cls(directory, name)
 
     def of(self, name: str) -> Dump:
@@ -75,6 +78,13 @@ class Dump:
 
     def _path(self, ending: str) -> Path:
         return self.directory / f"{self.name}.{ending}"
+
+
+def directory_of(settings: CompileOptions) -> Path | None:
+    """The directory for what a compile makes: the option's, or PyTorch's own of this process under `TORCH_COMPILE_DEBUG=1`; None if nobody asks."""
+    if settings.dump_dir is not None:
+        return Path(settings.dump_dir)
+    return Path(get_debug_dir(), "ort_training") if os.environ.get("TORCH_COMPILE_DEBUG", "0") == "1" else None
 
 
 def trace(name: str, model: bytes) -> None:

@@ -104,6 +104,14 @@ def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         compiled(nn.Linear(3, 2), options={"dump_dir": str(tmp_path / "file" / "below")})(X)
 
 
+def test_pytorchs_debugging_writes_the_files_where_it_writes_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DEBUG", "1")
+    with torch._dynamo.config.patch(debug_dir_root=str(tmp_path)):
+        ran = same_as_eager(Model(), call(X), graphs=1)
+        (folder,) = tmp_path.glob("run_*/ort_training")
+        assert _files(folder, ran.graphs[0].name) == TRAINING
+
+
 def test_pytorchs_log_of_compiles_has_the_graph(fresh_process: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     """As text, for `tlparse`, and what lowering and sessions took, as `compile_times` has it."""
     code = """
