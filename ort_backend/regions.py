@@ -318,7 +318,7 @@ class _Writer:
         else:
             run = evaluation(node, self._slots)
         self._reads.append([self._slots[source] for source in node.all_input_nodes])
-        self._steps.append(EagerStep(run, self._slot(node)))
+        self._steps.append(EagerStep(run, self._slot(node), user_line(node)))
 
     def _session(self, region: _Region) -> None:
         for node in region.inputs:

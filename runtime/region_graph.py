@@ -18,7 +18,7 @@ from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lende
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
-from ort_backend.runtime.session import ORT_ERRORS, Session
+from ort_backend.runtime.session import ORT_ERRORS, Session, noted
 
 Values = list[Any]
 
@@ -30,10 +30,12 @@ class EagerStep:
     Attributes:
         run: Computes the result from the list of values.
         result: Where in the list it goes.
+        line: The user's line that it comes from, for errors; empty if that is not known.
     """
 
     run: Callable[[Values], Any]
     result: int
+    line: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,11 @@ def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
     run, result = step.run, step.result
 
     def call(values: Values, shapes: Any) -> None:
-        values[result] = run(values)
+        try:
+            values[result] = run(values)
+        except Exception as error:
+            noted(error, step.line)
+            raise
 
     return call
 

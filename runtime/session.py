@@ -339,7 +339,7 @@ class Session:
         line = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
         where = f"\n  at {line}" if line else ""
         if raised is not None:
-            return _noted(raised, where)
+            return noted(raised, line)
         index = out_of_range.described(str(error))
         if index is not None:
             return OutOfRangeError(f"{index}, in graph {self.name!r}{where}")
@@ -354,10 +354,10 @@ class Session:
             self.close()
 
 
-def _noted(error: BaseException, where: str) -> BaseException:
-    """The exception with the user's line behind its text in a traceback; before Python 3.11 there are no notes."""
-    note = where.removeprefix("\n")
-    if note and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
+def noted(error: BaseException, line: str | None) -> BaseException:
+    """The exception with the user's line, if it is known, behind its text in a traceback; before Python 3.11 there are no notes."""
+    note = f"  at {line}"
+    if line and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
         error.add_note(note)
     return error
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from behaviours.check import call, compiled, if_on_cuda, on_ort, refused, same_as_eager, same_gradients, same_tree, single_session, twin
+from behaviours.check import call, compiled, if_on_cuda, on_ort, refused, same_as_eager, same_gradients, same_tree, twin
 from behaviours.operators import BOTH, FAILING, Refusal, cube, parts
 from default_device import DEVICE, random_state, seeded
 from torch import nn
@@ -201,7 +201,6 @@ def test_an_index_out_of_range_is_an_index_error(read: Any, index: int, says: st
         step(x, torch.tensor([3, 0])).sum().backward()
 
 
-@single_session
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_an_error_of_pytorchs_names_the_users_line_in_its_traceback() -> None:
     divided = compiled(lambda x, y: x // y + 1)
