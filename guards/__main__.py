@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ort_backend.guards.diagnosis import from_journals
+from ort_backend.guards.diagnosis import counted, from_journals
 from ort_backend.guards.page import page
 
 
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         sys.stdout.write(f"{options.html or diagnosis}\n")
     if options.max_recompiles is not None and (diagnosis.recompiles > options.max_recompiles or diagnosis.limits):
-        gave_up = f", and {len(diagnosis.limits)} functions fell back to eager" if diagnosis.limits else ""
-        sys.stderr.write(f"{diagnosis.recompiles} recompiles, {options.max_recompiles} allowed{gave_up}\n")
+        gave_up = f", and {counted(len(diagnosis.limits), 'function')} fell back to eager" if diagnosis.limits else ""
+        sys.stderr.write(f"{counted(diagnosis.recompiles, 'recompile')}, {options.max_recompiles} allowed{gave_up}\n")
         return 1
     return 0
 

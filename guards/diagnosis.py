@@ -177,8 +177,8 @@ def _text(diagnosis: Diagnosis) -> str:
     count = sum(record.recompile for record in diagnosis.records)
     functions = len({record.where for record in diagnosis.records})
     lines = [
-        f"{_number(len(diagnosis.records), 'compile')} of {_number(functions, 'function')} took {diagnosis.seconds:.1f} s; "
-        f"{_number(count, 'recompile')} lost {diagnosis.lost:.1f} s of them."
+        f"{counted(len(diagnosis.records), 'compile')} of {counted(functions, 'function')} took {diagnosis.seconds:.1f} s; "
+        f"{counted(count, 'recompile')} lost {diagnosis.lost:.1f} s of them."
     ]
     for hit in diagnosis.limits:
         advice = limit_remedy(hit.limit, hit.value, str(hit.cause))
@@ -215,5 +215,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 3), break_long_words=False)
 
 
-def _number(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """`1 compile`, `2 compiles`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from ort_backend.guards.diagnosis import Cause, Diagnosis
+from ort_backend.guards.diagnosis import Cause, Diagnosis, counted
 from ort_backend.guards.events import CompileRecord
 from ort_backend.guards.remedies import Remedy, limit_remedy
 
@@ -29,10 +29,10 @@ svg { width: 100%; height: auto } svg text { font-size: 11px; fill: var(--soft) 
 
 def page(diagnosis: Diagnosis, title: str = "Compiles and recompiles") -> str:
     """The whole page as text; it loads nothing from elsewhere."""
-    recompiles = sum(record.recompile for record in diagnosis.records)
+    compiles, recompiles = counted(len(diagnosis.records), "compile"), counted(sum(record.recompile for record in diagnosis.records), "recompile")
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>{len(diagnosis.records)} compiles took {diagnosis.seconds:.1f} s; {recompiles} recompiles lost {diagnosis.lost:.1f} s of them.</p>",
+        f"<p>{compiles} took {diagnosis.seconds:.1f} s; {recompiles} lost {diagnosis.lost:.1f} s of them.</p>",
         *_limits(diagnosis),
         "<h2>Timeline</h2>",
         timeline(diagnosis.records),
