@@ -9,16 +9,18 @@ from ort_backend.lowering.passes.fixed_epsilons import fix_epsilons
 from ort_backend.lowering.passes.grouped_queries import group_queries
 from ort_backend.lowering.passes.traced_masks import drop_traced_masks
 from ort_backend.lowering.passes.written_activations import fold_activations
+from ort_backend.lowering.passes.written_attention import fold_attention
 
 
 def simplify(gm: fx.GraphModule) -> None:
     """Writes nested regions out, takes masks and repetitions from attention that needs none, compiles epsilons in, and makes one operator of
-    each activation that is written out; in place.
+    each activation, and of each attention, that is written out; in place.
 
     Raises:
         LoweringError: this version of PyTorch has regions and no pass that inlines them.
     """
     inline_regions(gm)
+    fold_attention(gm)
     drop_traced_masks(gm)
     group_queries(gm)
     fix_epsilons(gm)

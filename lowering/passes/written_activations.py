@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,8 +75,7 @@ def _fold(graph: fx.Graph, bend: fx.Node) -> bool:
                 continue
             for known, function, kwargs in _KNOWN:
                 if _is_equal(known, x, expression):
-                    for number in {source for node in expression for source in node.all_input_nodes if _number(source) is not None}:
-                        number.meta["example_value"].node.guard_float(__file__, 0)
+                    take_numbers(expression)
                     with graph.inserting_before(end):
                         made = graph.call_function(function, (x,), kwargs)
                     made.meta = dict(end.meta)
@@ -121,7 +120,7 @@ def _expression(x: fx.Node, end: fx.Node) -> list[fx.Node] | None:
     if any(user not in inside for node in inside if node is not end for user in node.users):
         return None
     expression, node = [end], end.prev
-    while node in inside or _number(node) is not None:  # another operator in between may write to `x`
+    while node in inside or number_of(node) is not None:  # another operator in between may write to `x`
         if node in inside:
             expression.append(node)
         node = node.prev
@@ -129,20 +128,28 @@ def _expression(x: fx.Node, end: fx.Node) -> list[fx.Node] | None:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [source for source in node.all_input_nodes if _number(source) is None]
+    return [source for source in node.all_input_nodes if number_of(source) is None]
 
 
-def _number(node: fx.Node) -> float | None:
-    """The value of a number that is an input of Dynamo's graph, or computed from such ones; None for any other node."""
-    number: Any = node.meta.get("example_value")
-    return number.node.hint if isinstance(number, torch.SymFloat) else None
+def number_of(argument: Any) -> float | None:
+    """The value of a number, which may be an input of Dynamo's graph, or computed from such ones; None for anything else."""
+    if isinstance(argument, fx.Node):
+        number = argument.meta.get("example_value")
+        return number.node.hint if isinstance(number, torch.SymFloat) else None
+    return argument if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
+
+
+def take_numbers(nodes: Iterable[fx.Node]) -> None:
+    """Compiles in the numbers that these nodes read: with others Dynamo compiles again."""
+    for number in {source for node in nodes for source in node.all_input_nodes if number_of(source) is not None}:
+        number.meta["example_value"].node.guard_float(__file__, 0)
 
 
 def _rule(node: fx.Node, rules: dict[Any, Callable[..., float]] = _RULES) -> Callable[..., float] | None:
     """How a node is computed for one number; None if it is none of the rules, or has other arguments than tensors and numbers."""
     if node.op not in ("call_function", "call_method") or node.kwargs:
         return None
-    is_plain = all(isinstance(one, (fx.Node, float)) or (isinstance(one, int) and not isinstance(one, bool)) for one in node.args)
+    is_plain = all(isinstance(one, fx.Node) or number_of(one) is not None for one in node.args)
     return rules.get(node.target) if is_plain else None
 
 
@@ -163,8 +170,8 @@ def _is_equal(known: Callable[[float], float], x: fx.Node, expression: list[fx.N
 
 
 def _computed(x: fx.Node, expression: list[fx.Node], argument: float) -> float:
-    values = {x: argument}
+    values: dict[Any, float] = {x: argument}
     for node in expression:
         rule: Any = _rule(node)
-        values[node] = rule(*(one if not isinstance(one, fx.Node) else values[one] if one in values else _number(one) for one in node.args))
+        values[node] = rule(*(values[one] if one in values else number_of(one) for one in node.args))
     return values[expression[-1]]
