@@ -49,6 +49,7 @@ _LONGEST = 16  # nodes of an expression
 # Constants are written with some 10 digits (0.7978845608): no more than is lost in float32 anyway. In float64 they must be right.
 _TOLERANCES = {torch.float64: {"rel_tol": 1e-13, "abs_tol": 1e-14}}
 _TOLERANCE = {"rel_tol": 1e-7, "abs_tol": 1e-8}
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 def fold_activations(gm: fx.GraphModule) -> int:
@@ -71,13 +72,13 @@ def _fold(graph: fx.Graph, bend: fx.Node) -> bool:
     for end in _ends(bend):
         for x in _before(bend):
             expression = _expression(x, end)
-            if expression is None or not _is_alike(x, end):
+            if expression is None or not _is_floating(x, end):
                 continue
             for known, function, kwargs in _KNOWN:
                 if _is_equal(known, x, expression):
                     take_numbers(expression)
                     with graph.inserting_before(end):
-                        made = graph.call_function(function, (x,), kwargs)
+                        made = graph.call_function(function, (_widened(graph, x, end),), kwargs)
                     made.meta = dict(end.meta)
                     end.replace_all_uses_with(made)
                     for node in reversed(expression):
@@ -153,12 +154,21 @@ def _rule(node: fx.Node, rules: dict[Any, Callable[..., float]] = _RULES) -> Cal
     return rules.get(node.target) if is_plain else None
 
 
-def _is_alike(x: fx.Node, end: fx.Node) -> bool:
-    """Whether the two are of one floating dtype. Where autocast widens, they are not."""
+def _is_floating(x: fx.Node, end: fx.Node) -> bool:
+    """Whether both are of a floating dtype, and the result of no narrower one."""
     before, behind = (node.meta.get("example_value") for node in (x, end))
-    if not isinstance(before, Tensor) or not isinstance(behind, Tensor):
+    if not isinstance(before, Tensor) or not isinstance(behind, Tensor) or not before.is_floating_point():
         return False
-    return before.is_floating_point() and before.dtype is behind.dtype
+    return before.dtype is behind.dtype or (before.dtype in _HALVES and behind.dtype is torch.float32)
+
+
+def _widened(graph: fx.Graph, x: fx.Node, end: fx.Node) -> fx.Node:
+    """The argument in the result's dtype: on CUDA autocast computes powers in float32, and so what they are added to."""
+    if x.meta["example_value"].dtype is (dtype := end.meta["example_value"].dtype):
+        return x
+    wide = graph.call_method("to", (x, dtype))
+    wide.meta = {name: one for name, one in end.meta.items() if name != "example_value"}
+    return wide
 
 
 def _is_equal(known: Callable[[float], float], x: fx.Node, expression: list[fx.Node]) -> bool:

@@ -168,10 +168,27 @@ def test_what_is_something_else_stays(function: Function) -> None:
     torch.testing.assert_close(result, function(X), equal_nan=True, rtol=0, atol=0)
 
 
-def test_what_autocast_widens_stays() -> None:
-    """As on CUDA, where powers are computed in float32: the result is of another dtype than the argument."""
-    nodes, result = _compiled(lambda x: x.float() * torch.sigmoid(x), X.bfloat16())
-    assert torch.sigmoid in [node.target for node in nodes] and result.dtype is torch.float32
+def _typed(function: Function, before: torch.dtype, behind: torch.dtype) -> fx.GraphModule:
+    """The graph behind the pass, with dtypes of its argument and of all results as Dynamo would note them."""
+    gm = fx.symbolic_trace(function)
+    for node in gm.graph.nodes:
+        node.meta["example_value"] = torch.empty(5, 7, dtype=before if node.op == "placeholder" else behind)
+    fold_activations(gm)
+    return gm
+
+
+def test_what_autocast_widens_is_computed_so() -> None:
+    """As on CUDA, where it computes powers in float32: the result is of another dtype than the argument."""
+    gm = _typed(_of_transformers, torch.bfloat16, torch.float32)
+    assert [node.target for node in gm.graph.nodes if node.op.startswith("call")] == ["to", F.gelu]
+    x = X.bfloat16()
+    assert gm(x).dtype is torch.float32
+    torch.testing.assert_close(gm(x), _of_transformers(x.float()))
+
+
+@pytest.mark.parametrize(("before", "behind"), [(torch.float32, torch.bfloat16), (torch.int64, torch.float32), (torch.float32, torch.float64)])
+def test_other_dtypes_stay(before: torch.dtype, behind: torch.dtype) -> None:
+    assert torch.tanh in [node.target for node in _typed(_of_transformers, before, behind).graph.nodes]
 
 
 class Perceptron(nn.Module):
