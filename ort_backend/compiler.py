@@ -91,7 +91,7 @@ def ort_training(
     if compiled_autograd.has_lists(example_inputs):
         flat, row = compiled_autograd.spread(gm, example_inputs)
         return compiled_autograd.with_lists(ort_training(flat, row, options=options, mode=mode))
-    traced_graph.simplify(gm)
+    eager = traced_graph.simplify(gm)
     compilation = records.start(gm, settings)
     name = graph_report.next_name()
     traced = traced_function.make_opaque(gm) if settings.autograd_functions == "opaque" and not HAS_HOOK else 0
@@ -130,7 +130,7 @@ def ort_training(
 
     # 3. What came of it goes on record.
     compilation.finish(one.publish())
-    return one.around(compiled, gm, example_inputs, eager_graph(gm))
+    return one.around(compiled, gm, example_inputs, eager_graph(eager))
 
 
 class _Compilation:

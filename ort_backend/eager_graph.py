@@ -15,18 +15,29 @@ def eager_graph(gm: fx.GraphModule) -> fx.GraphModule:
     AOTAutograd to set right (seen with `backend="eager"` in torch 2.13).
     """
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-    if not any(isinstance(one, fx.GraphModule) and one.graph.find_nodes(op="call_function", target=checkpoint) for one in gm.modules()):
+    if not any(module.graph.find_nodes(op="call_function", target=checkpoint) for module in _modules(gm)):
         return gm
+    made = copied(gm)
+    for module in _modules(made):
+        for node in module.graph.find_nodes(op="call_function", target=checkpoint):
+            node.target, node.kwargs = _called, {}
+        module.recompile()
+    return made
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph again, with those inside it, on the same tensors."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     made = fx.GraphModule(gm, graph)
     for name, module in gm.named_children():
         if isinstance(module, fx.GraphModule):
-            setattr(made, name, eager_graph(module))
-    for node in made.graph.find_nodes(op="call_function", target=checkpoint):
-        node.target, node.kwargs = _called, {}
-    made.recompile()
+            setattr(made, name, copied(module))
     return made
+
+
+def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _called(body: Any, *args: Any) -> Any:

@@ -60,13 +60,32 @@ def fold_attention(gm: fx.GraphModule, few: int = _FEW) -> int:
         gm: Dynamo's graph, with fake tensors as `example_value` in its metadata.
         few: Up to how many queries, or keys, attention stays as it is.
     """
+    modules = _modules(gm)
+    if any(_is_transform(node) for module in modules for node in module.graph.nodes):
+        return 0
     folded = 0
-    for module in [one for one in gm.modules() if isinstance(one, fx.GraphModule)]:
+    for module in modules:
         here = sum(_fold(module.graph, node, few) for node in list(module.graph.nodes) if _is(node, _PRODUCTS) or _is(node, {torch.einsum}))
         if here:
             module.recompile()
         folded += here
     return folded
+
+
+def has_long_softmax(gm: fx.GraphModule, few: int = _FEW) -> bool:
+    """Whether there may be something to fold."""
+    softmaxes = [_value(node) for module in _modules(gm) for node in module.graph.nodes if _is(node, _SOFTMAX)]
+    return any(isinstance(one, Tensor) and one.dim() > 2 and min(map(hint, one.shape[-2:])) > few for one in softmaxes)
+
+
+def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _is_transform(node: fx.Node) -> bool:
+    """Whether a gradient or another transform is taken inside the graph: the operator has no second derivative, and none in forward mode."""
+    module = getattr(node.target, "__module__", None) or ""
+    return node.target is torch.autograd.grad or module.startswith(("torch._functorch.", "torch._C._functorch"))
 
 
 def _fold(graph: fx.Graph, product: fx.Node, few: int) -> bool:

@@ -184,6 +184,27 @@ def test_a_query_that_sees_no_key_gets_what_eager_gives_it(added: bool) -> None:
     _is_same(result, function(*_arguments()))
 
 
+@pytest.mark.parametrize("kind", ["gradients of gradients", "forward mode inside", "forward mode"])
+def test_its_derivatives_of_all_kinds_stay(kind: str) -> None:
+    """PyTorch's fused kernels have no second derivative, and none in forward mode."""
+    q = torch.randn(1, 1, 300, 4, generator=seeded(0))
+
+    def loss(q: Tensor) -> Tensor:
+        return (((q @ q.mT).softmax(-1) @ q) ** 2).mean()
+
+    def gradients(q: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (torch.func.grad(loss)(x) ** 2).sum())(q)
+
+    function = {"gradients of gradients": gradients, "forward mode inside": lambda q: torch.func.jvp(loss, (q,), (q,))[1]}.get(kind, loss)
+    runner = torch.compile(function, backend="ort_training")
+    if kind == "forward mode":
+        with torch.no_grad():
+            got, want = (torch.func.jvp(one, (q,), (q,))[1] for one in (runner, function))
+    else:
+        got, want = runner(q), function(q)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 class Block(nn.Module):
     """A causal layer with the mask in a buffer, as nanoGPT's."""
 
