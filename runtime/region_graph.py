@@ -30,12 +30,12 @@ class EagerStep:
     Attributes:
         run: Computes the result from the list of values.
         result: Where in the list it goes.
-        line: The user's line that it comes from, for errors; empty if that is not known.
+        line: The user's line, for a note on what it raises.
     """
 
     run: Callable[[Values], Any]
     result: int
-    line: str = ""
+    line: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,13 +180,13 @@ class RegionGraph:
 
 
 def _eager(step: EagerStep) -> Callable[[Values, Any], None]:
-    run, result = step.run, step.result
+    run, result, line = step.run, step.result, step.line
 
     def call(values: Values, shapes: Any) -> None:
         try:
             values[result] = run(values)
         except Exception as error:
-            noted(error, step.line)
+            noted(error, line)
             raise
 
     return call

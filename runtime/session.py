@@ -337,9 +337,9 @@ class Session:
         raised = take_error() or cuda.take_failure()
         named = re.search(r"Name:'([^']+)'", str(error))
         line = self._program.lines.get(named.group(1)) if named else None  # None too for a node that ONNX Runtime's optimiser made
-        where = f"\n  at {line}" if line else ""
         if raised is not None:
             return noted(raised, line)
+        where = f"\n  at {line}" if line else ""
         index = out_of_range.described(str(error))
         if index is not None:
             return OutOfRangeError(f"{index}, in graph {self.name!r}{where}")
@@ -355,7 +355,7 @@ class Session:
 
 
 def noted(error: BaseException, line: str | None) -> BaseException:
-    """The exception with the user's line, if it is known, behind its text in a traceback; before Python 3.11 there are no notes."""
+    """The exception with the user's line behind its text in a traceback; before Python 3.11 there are no notes."""
     note = f"  at {line}"
     if line and hasattr(error, "add_note") and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -211,6 +211,25 @@ def test_an_error_of_pytorchs_names_the_users_line_in_its_traceback() -> None:
         assert note.startswith("  at File ") and note.endswith("divided = compiled(lambda x, y: x // y + 1)")
 
 
+class _Refuses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        raise KeyError("no gradient")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_of_a_functions_backward_names_the_line_of_its_call() -> None:
+    loss = compiled(lambda x: _Refuses.apply(x.sin()).sum())(tensor())
+    with pytest.raises(KeyError, match="no gradient") as raised:
+        loss.backward()
+    (note,) = raised.value.__notes__
+    assert note.startswith("  at File ") and "_Refuses.apply(x.sin())" in note
+
+
 def test_another_device_is_an_error_that_names_the_input() -> None:
     with pytest.raises(Exception, match=r"input l_\w*x_ is on device 'meta', but ONNX Runtime runs here on the CPU and on CUDA"):
         compiled(lambda x, y: x * y)(torch.ones(2, device="meta"), torch.ones(2, device="meta"))
