@@ -75,6 +75,16 @@ def test_forward(check: Callable, contrib: bool, target: Any, args: tuple[Any, .
     check(lambda x: target(x, *args, **kwargs), _sample(), also=(randn(3, 6),), contrib=contrib)
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_in_float64(approximate: str) -> None:
+    """ONNX Runtime's FastGelu has constants of float32."""
+    x = torch.linspace(-6, 6, 1000, dtype=torch.float64).requires_grad_()
+    gelu = torch.compile(lambda x: F.gelu(x, approximate=approximate), backend="ort_training")
+    (got,), (want,) = (torch.autograd.grad(function(x).sum(), x) for function in (gelu, lambda x: F.gelu(x, approximate=approximate)))
+    torch.testing.assert_close(gelu(x), F.gelu(x, approximate=approximate), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
 @contrib
 @pytest.mark.parametrize("target, args, kwargs", BACKWARD, ids=_name)
 def test_backward(check: Callable, contrib: bool, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
