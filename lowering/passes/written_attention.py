@@ -157,6 +157,8 @@ def _fits(scores: _Scores, value: fx.Node, product: fx.Node, few: int) -> bool:
         return False
     if not tensors[0].is_floating_point() or len({one.dtype for one in tensors}) != 1:
         return False
+    if tensors[0].device.type != "cpu" and torch.are_deterministic_algorithms_enabled():  # fused gradients on a device may add in any order
+        return False
     if any(is_written(node, _value(node)) for node in (scores.query, scores.key, value, product, *scores.nodes) if isinstance(_value(node), Tensor)):
         return False
     query, key, values = (tuple(one.shape) for one in tensors[:3])
