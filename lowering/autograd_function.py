@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,7 +118,25 @@ def _announced(site: Site, index: int) -> bool:
 
 @torch.library.register_fake("ort_training::function_forward", lib=_library)
 def _(tensors: Sequence[torch.Tensor], ints: Sequence[Any], site: int) -> list[torch.Tensor]:
-    return [*(result.empty() for result in _behaviour(SITES[site], tensors, ints).outputs), torch.empty((), dtype=torch.int64, device="cpu")]
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    known = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
+    results = [
+        torch.empty([_in_this_trace(size, known) for size in result.shape], dtype=result.dtype, device=result.device)
+        for result in _behaviour(SITES[site], tensors, ints).outputs
+    ]
+    return [*results, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _in_this_trace(size: Any, known: Mapping[Any, torch.SymInt]) -> Any:
+    """A size that another trace may have found out, as one of this trace, whose tensors have the sizes `known`.
+
+    AOTAutograd traces twice. Its tangents have the sizes of the first trace's results: where a result of the second has them as well, the
+    forward reads them from a tangent.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    expression = size.node.expr
+    return known[expression] if expression in known else size.node.shape_env.create_symintnode(expression, hint=None)
 
 
 def _behaviour(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Any:

@@ -86,10 +86,6 @@ class TensorResult:
             return True
         return len(shape) == len(self.shape) and not any(type(known) is int and known != size for known, size in zip(self.shape, shape))
 
-    def empty(self) -> torch.Tensor:
-        """A tensor like it."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:

@@ -244,6 +244,16 @@ def test_one_compile_for_a_sweep_of_batch_sizes() -> None:
     assert len(graphs) <= 2
 
 
+def test_a_size_of_a_result_comes_from_no_tangent() -> None:
+    """The tangent of `rows` has the size that the forward needs for its product."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = Cube.apply(torch.cat([x, x], 1) * 0.1, 0.5)
+        return rows, x @ rows.mT
+
+    same_as_eager(program, (2, 4, 3), sweep=[[(3, 5, 3)], [(4, 6, 2)]], functions=1, dynamic=True, fullgraph=True)
+
+
 def test_a_class_defined_anew_and_values_that_change() -> None:
     factor = 2.0
 
