@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import onnx_ir as ir
@@ -63,14 +64,30 @@ def take_place(graph: ir.Graph, node: ir.Node, made: list[ir.Node], result: ir.V
 
 
 def user_line(node: fx.Node) -> str:
-    """`file:line, in function: source` of the innermost user frame that made an FX node, or an empty string."""
+    """`file:line, in function: source` of the innermost user frame that made an FX node.
+
+    Without one, as where a module of PyTorch's was compiled by itself, the module; else an empty string.
+    """
     trace = [line.strip() for line in (node.stack_trace or node.meta.get("stack_trace") or "").splitlines() if line.strip()]
     for i in range(len(trace) - 1, -1, -1):
         if trace[i].startswith("File ") and not trace[i].startswith(_DISPATCH):
             source = trace[i + 1] if i + 1 < len(trace) else ""
             return f"{trace[i]}: {source}" if source else trace[i]
-    return ""
+    return module_of(node)
 
+
+def module_of(node: fx.Node) -> str:
+    """`module 2.0 (Embedding)`: the innermost that an FX node was traced in, by its name below what was compiled; or an empty string."""
+    modules = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
+    if not modules:
+        return ""
+    path, kind = modules[-1]
+    name, kind_name = _COMPILED.sub("", path), getattr(kind, "__name__", str(kind))
+    return f"module {name} ({kind_name})" if name else f"module {kind_name}"
+
+
+# What was compiled, in front of a module's name: `L['self'].2.0` (read in torch 2.13).
+_COMPILED = re.compile(r"^L\['\w+'\]\.?")
 
 # The trace of a custom operator ends inside the first two before torch 2.13, every trace inside the last where the user has set a default device.
 _DISPATCH = tuple(f'File "{os.path.join(os.path.dirname(torch.__file__), *part)}' for part in (("_library",), ("_ops.py",), ("utils", "_device.py")))

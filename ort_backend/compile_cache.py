@@ -37,6 +37,7 @@ from ort_backend.deferred import deferred
 from ort_backend.direct_call import DirectPlan
 from ort_backend.lowering import registry
 from ort_backend.lowering.lowered import Content
+from ort_backend.lowering.provenance import module_of
 from ort_backend.lowering.python_op import PythonCall, unique_name
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import layer_norm, square_root
@@ -234,8 +235,8 @@ def _sources() -> str:
 
 
 def _lines(gm: fx.GraphModule) -> str:
-    """The user's lines, which reports and errors name: where a file was edited its graphs are compiled again."""
-    return "\n".join(node.meta.get("stack_trace") or "" for graph in _graphs(gm) for node in graph.nodes)
+    """The user's lines, or modules, which reports and errors name: where a file was edited its graphs are compiled again."""
+    return "\n".join(node.meta.get("stack_trace") or module_of(node) for graph in _graphs(gm) for node in graph.nodes)
 
 
 def serializable(compile_forward: Callable[..., Boxed]) -> SerializableAOTDispatchCompiler:

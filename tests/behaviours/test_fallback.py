@@ -201,6 +201,15 @@ def test_an_index_out_of_range_is_an_index_error(read: Any, index: int, says: st
         step(x, torch.tensor([3, 0])).sum().backward()
 
 
+@pytest.mark.cpu_only(reason="kernels of CUDA do not check")
+def test_an_error_in_a_module_of_pytorchs_that_was_compiled_by_itself_names_the_module() -> None:
+    embeds = compiled(nn.Sequential(nn.Flatten(), nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))))
+    with pytest.raises(IndexError, match=r"size 4, in graph '.*'\n  at module 1.0 \(Embedding\)$"):
+        embeds(torch.tensor([[4]]))
+    with pytest.raises(IndexError, match=r"out of bounds, in graph '.*'\n  at module CrossEntropyLoss$"):
+        compiled(nn.CrossEntropyLoss())(tensor(), torch.tensor([999] * tensor().shape[0]))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 def test_an_error_of_pytorchs_names_the_users_line_in_its_traceback() -> None:
     divided = compiled(lambda x, y: x // y + 1)
