@@ -24,6 +24,14 @@ _graphs: collections.deque[GraphReport] = collections.deque(maxlen=MAX_GRAPHS)
 _numbers = itertools.count()
 
 
+# Dynamo passes over the code of `torch.nn`, and `Module.compile` does not wrap what belongs to it as `torch.compile` does (read in torch 2.13).
+_NOTHING = """\
+No graph has been compiled.
+A module of torch.nn's own, compiled in place, runs in eager PyTorch with every backend: nn.Sequential(...).compile(backend="ort_training").
+Call what torch.compile(module, backend="ort_training") returns, or give the module a class with a forward of your own.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class OutsideCount(Outside):
     """Nodes of one operator that PyTorch runs, for one reason: as `PythonOp` in the session, or between sessions. The line is the first one's.
@@ -108,6 +116,8 @@ class Report:
         """The tables, for `rich.print`."""
         from rich.console import Group
 
+        if not self.graphs:
+            return Group(_NOTHING)
         tables = [_graph_table(self.graphs)]
         if any(graph.outside for graph in self.graphs):
             tables.append(_outside_table(self.graphs))

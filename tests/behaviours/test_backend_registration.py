@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ort_backend
-from ort_backend import target_choice
+from ort_backend import graph_report, target_choice
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import arena
 
@@ -243,3 +243,12 @@ assert torch.utils.checkpoint.checkpoint is checkpoint
 print(torch.manual_seed.__module__, torch.cuda.manual_seed.__module__)
 """
     assert python(code.replace("{first}", first)) == "torch.random torch.cuda.random"
+
+
+def test_an_empty_report_says_what_is_not_compiled_in_place() -> None:
+    """Dynamo leaves an `nn.Sequential` that was compiled in place to eager PyTorch, whatever the backend, and nothing calls the backend."""
+    graph_report.clear()
+    model = nn.Sequential(nn.Linear(3, 2))
+    assert "No graph has been compiled" in (said := str(ort_backend.report())) and "nn.Sequential(...).compile" in said
+    compiled(model)(X)
+    assert "nn.Sequential" not in str(ort_backend.report())
