@@ -120,10 +120,8 @@ def _announced(site: Site, index: int) -> bool:
 def _(tensors: Sequence[torch.Tensor], ints: Sequence[Any], site: int) -> list[torch.Tensor]:
     sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
     known = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
-    results = [
-        torch.empty([_in_this_trace(size, known) for size in result.shape], dtype=result.dtype, device=result.device)
-        for result in _behaviour(SITES[site], tensors, ints).outputs
-    ]
+    outputs = _behaviour(SITES[site], tensors, ints).outputs
+    results = [result.empty([_in_this_trace(size, known) for size in result.shape]) for result in outputs]
     return [*results, torch.empty((), dtype=torch.int64, device="cpu")]
 
 

@@ -86,6 +86,10 @@ class TensorResult:
             return True
         return len(shape) == len(self.shape) and not any(type(known) is int and known != size for known, size in zip(self.shape, shape))
 
+    def empty(self, shape: Sequence[Any]) -> torch.Tensor:
+        """A tensor like it, of another shape."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
 
 @dataclasses.dataclass(frozen=True)
 class Behaviour:

@@ -52,7 +52,7 @@ def as_on_cuda(attention: Callable[..., Any] | None = None) -> Iterator[None]:
         kept = {site: site.inputs for site in SITES.values()}  # autograd.Functions, as Dynamo saw them on the CPU
         for site in kept:
             site.inputs = tuple((rank, dtype, _CUDA) for rank, dtype, _ in site.inputs)
-        with mock.patch.object(TensorResult, "empty", lambda self: torch.empty(self.shape, dtype=self.dtype, device=_CUDA)):
+        with mock.patch.object(TensorResult, "empty", lambda self, shape: torch.empty(shape, dtype=self.dtype, device=_CUDA)):
             trace(_moved(gm, mode, attention), inputs, **callbacks)
         for site, inputs in kept.items():
             site.inputs = inputs
