@@ -13,7 +13,8 @@ ARGS ?=
 # What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is what takes
 # long and does not depend on the package.
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
-	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py \
+	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py tests/lowering/test_activation.py \
+	tests/lowering/test_written_activations.py tests/lowering/test_written_attention.py \
 	--ignore=tests/ops/test_opinfo.py --ignore=tests/behaviours/test_denormals.py \
 	--deselect=tests/behaviours/test_dumps.py::test_the_repro_script_runs[dynamic] --deselect=tests/ops/test_supported.py::test_it_is_a_command
 
