@@ -18,6 +18,7 @@ import torch
 from ort_backend.lowering import function_run, second_derivatives
 from ort_backend.lowering.function_behaviour import behaviour_of, fake_mode_of
 from ort_backend.lowering.function_site import SITES, Site, Slot
+from ort_backend.lowering.fx_nodes import graph_modules
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define("function_forward(Tensor[] tensors, SymInt[] ints, int site) -> Tensor[]")
@@ -55,7 +56,7 @@ def call(site: Site) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 def write_to_arguments(gm: torch.fx.GraphModule) -> bool:
     """Whether Functions in Dynamo's graph write to tensors that they get, which autograd is to know of although it happens in their forward."""
-    nodes = [node for module in gm.modules() if isinstance(module, torch.fx.GraphModule) for node in module.graph.nodes]
+    nodes = [node for module in graph_modules(gm) for node in module.graph.nodes]
     sites = [site for node in nodes if isinstance(site := getattr(node.target, "site", None), Site)]
     return any(site.behaviour.mutated for site in sites) or any(node.kwargs.get("dirty_idx") for node in nodes)
 

@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import graph_modules
+
 # Where PyTorch's pass over graphs without a backward of their own is (read in torch 2.13; older ones have none).
 _PLACE, _NAME = "torch._functorch._activation_checkpointing.remat_using_tags_for_fwd_loss_bwd_graph_pass", "remat_using_tags_for_fwd_loss_bwd_graph"
 
@@ -22,7 +24,7 @@ def nothing_to_compute_again(gm: fx.GraphModule) -> Iterator[None]:
     PyTorch looks in such graphs, too, for a backward that is to compute marked nodes again, and before that raises an error where one of them draws
     random numbers: where nothing needs a gradient, and where what needs one is not handed out, as behind `detach`.
     """
-    modules = [one for one in gm.modules() if isinstance(one, fx.GraphModule)]
+    modules = graph_modules(gm)
     if not any(one.graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint) for one in modules):
         yield
         return

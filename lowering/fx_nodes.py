@@ -15,6 +15,11 @@ REFERENCES = {aten.detach.default, aten.alias.default}
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
+def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """A traced module, and those inside it, such as the bodies of checkpoints."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operator by their names in its schema, with the defaults of those that are left out."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]

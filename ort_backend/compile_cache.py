@@ -36,6 +36,7 @@ from ort_backend.callables import Boxed
 from ort_backend.deferred import deferred
 from ort_backend.direct_call import DirectPlan
 from ort_backend.lowering import registry
+from ort_backend.lowering.fx_nodes import graph_modules
 from ort_backend.lowering.lowered import Content
 from ort_backend.lowering.provenance import module_of
 from ort_backend.lowering.python_op import PythonCall, unique_name
@@ -120,7 +121,7 @@ def is_for(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exam
 
 
 def _graphs(gm: fx.GraphModule) -> list[fx.Graph]:
-    return [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return [module.graph for module in graph_modules(gm)]
 
 
 def _is_told_by_its_name(node: fx.Node) -> bool:

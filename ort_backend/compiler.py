@@ -28,6 +28,7 @@ from ort_backend.lowering import autograd_function, decompositions, dynamo_hook,
 from ort_backend.lowering.assigned_data import assigned_behind_the_graph
 from ort_backend.lowering.checkpoints import nothing_to_compute_again
 from ort_backend.lowering.composites import right_losses, whole_operators
+from ort_backend.lowering.fx_nodes import graph_modules
 from ort_backend.lowering.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
 from ort_backend.lowering.unread_draws import unread_draws
@@ -381,8 +382,7 @@ def _inlined_functions(gm: fx.GraphModule) -> int:
     """How many autograd.Functions Dynamo has traced into their operators. In Dynamo's graph they show where gradients are needed only."""
     if (counted := dynamo_hook.inlined()) is not None:
         return counted
-    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    return sum(node.target is torch.ops.higher_order.autograd_function_apply for graph in graphs for node in graph.nodes)
+    return sum(node.target is torch.ops.higher_order.autograd_function_apply for module in graph_modules(gm) for node in module.graph.nodes)
 
 
 def _autograd_functions(options: Any) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import graph_modules
+
 
 def eager_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph, to be called in eager PyTorch.
@@ -15,10 +17,10 @@ def eager_graph(gm: fx.GraphModule) -> fx.GraphModule:
     AOTAutograd to set right (seen with `backend="eager"` in torch 2.13).
     """
     checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-    if not any(module.graph.find_nodes(op="call_function", target=checkpoint) for module in _modules(gm)):
+    if not any(module.graph.find_nodes(op="call_function", target=checkpoint) for module in graph_modules(gm)):
         return gm
     made = copied(gm)
-    for module in _modules(made):
+    for module in graph_modules(made):
         for node in module.graph.find_nodes(op="call_function", target=checkpoint):
             node.target, node.kwargs = _called, {}
         module.recompile()
@@ -34,10 +36,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
         if isinstance(module, fx.GraphModule):
             setattr(made, name, copied(module))
     return made
-
-
-def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _called(body: Any, *args: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import scaled_dot_product_attention
 
+from ort_backend.lowering.fx_nodes import graph_modules
 from ort_backend.lowering.passes.traced_masks import given, is_written
 from ort_backend.lowering.symbolic import have_same_sizes
 
@@ -42,7 +43,7 @@ def group_queries(gm: fx.GraphModule, is_taken: Callable[[Tensor], bool] = takes
         To how many calls.
     """
     grouped = 0
-    for module in [one for one in gm.modules() if isinstance(one, fx.GraphModule)]:
+    for module in graph_modules(gm):
         for node in module.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):
             if len(node.args) < 3 or given(node, 3, "attn_mask") is not None or node.kwargs.get("enable_gqa"):
                 continue

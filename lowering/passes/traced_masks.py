@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import scaled_dot_product_attention
 
+from ort_backend.lowering.fx_nodes import graph_modules
 from ort_backend.lowering.partition import ancestors
 
 # Where the arguments stand: (query, key, value, attn_mask, dropout_p, is_causal).
@@ -50,7 +51,7 @@ def drop_traced_masks(gm: fx.GraphModule, device_type: str = "cuda") -> int:
         From how many calls a mask was taken.
     """
     dropped = 0
-    for module in [one for one in gm.modules() if isinstance(one, fx.GraphModule)]:
+    for module in graph_modules(gm):
         order = {node: i for i, node in enumerate(module.graph.nodes)}
         verdicts: dict[Any, tuple[bool, bool]] = {}
         for node in module.graph.find_nodes(op="call_function", target=scaled_dot_product_attention):

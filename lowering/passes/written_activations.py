@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from ort_backend.lowering.fx_nodes import graph_modules
+
 # What an expression may consist of, for one number: functions, and methods by their names.
 _BENDS: dict[Any, Callable[..., float]] = {
     **dict.fromkeys((torch.tanh, F.tanh, "tanh"), math.tanh),
@@ -67,7 +69,7 @@ def fold_activations(gm: fx.GraphModule) -> int:
         gm: Dynamo's graph, with fake tensors as `example_value` in its metadata.
     """
     folded = 0
-    for module in [one for one in gm.modules() if isinstance(one, fx.GraphModule)]:
+    for module in graph_modules(gm):
         here = sum(_fold(module.graph, node) for node in list(module.graph.nodes) if _rule(node, _BENDS) is not None)
         if here:
             module.recompile()

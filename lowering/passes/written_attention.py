@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from ort_backend.lowering.fx_nodes import graph_modules
 from ort_backend.lowering.passes.traced_masks import given, is_written
 from ort_backend.lowering.passes.written_activations import number_of, take_numbers
 from ort_backend.lowering.symbolic import have_same_sizes, hint
@@ -60,7 +61,7 @@ def fold_attention(gm: fx.GraphModule, few: int = _FEW) -> int:
         gm: Dynamo's graph, with fake tensors as `example_value` in its metadata.
         few: Up to how many queries, or keys, attention stays as it is.
     """
-    modules = _modules(gm)
+    modules = graph_modules(gm)
     if any(_is_transform(node) for module in modules for node in module.graph.nodes):
         return 0
     folded = 0
@@ -74,12 +75,8 @@ def fold_attention(gm: fx.GraphModule, few: int = _FEW) -> int:
 
 def has_long_softmax(gm: fx.GraphModule, few: int = _FEW) -> bool:
     """Whether there may be something to fold."""
-    softmaxes = [_value(node) for module in _modules(gm) for node in module.graph.nodes if _is(node, _SOFTMAX)]
+    softmaxes = [_value(node) for module in graph_modules(gm) for node in module.graph.nodes if _is(node, _SOFTMAX)]
     return any(isinstance(one, Tensor) and one.dim() > 2 and min(map(hint, one.shape[-2:])) > few for one in softmaxes)
-
-
-def _modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def _is_transform(node: fx.Node) -> bool:
