@@ -26,8 +26,10 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     inline_regions(gm)
     fix_epsilons(gm)
     fold_activations(gm)
-    eager = copied(gm) if has_long_softmax(gm) else gm
-    fold_attention(gm)
+    eager = gm
+    if has_long_softmax(gm):
+        eager = copied(gm)
+        fold_attention(gm)
     drop_traced_masks(gm)
     group_queries(gm)
     return eager
