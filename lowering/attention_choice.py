@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+# Queries up to which blocks of rows on ONNX Runtime were measured.
+_LONGEST = 4096
+
 
 def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     """Why PyTorch's kernel runs attention, or its backward; None where ONNX Runtime's products and softmax do.
@@ -24,8 +28,13 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     queries that is too much memory; PyTorch's fused kernels hold none. Below, PyTorch is the faster one for narrow heads: steps of a BERT of 512
     tokens and of a ViT of 577 took, by ONNX Runtime up to 512 queries and in all backwards up to 1024, 1.02 to 1.11 of eager's time with heads 32
     wide, by PyTorch 0.97 to 1.00; with heads 64 wide 0.98 to 1.01 and 0.99 to 1.00. Alone, and 16 wide, 384 queries took 1.54 and 1.12, 256 1.28
-    and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). Causal attention runs in blocks on ONNX
-    Runtime (`causal_blocks`). In bfloat16 with instructions for it, PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too.
+    and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). In bfloat16 with instructions for it,
+    PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too, all of them at once.
+
+    In blocks of rows (`row_blocks`), made of known numbers of queries and keys, ONNX Runtime holds the probabilities of one. Where MKL's products are
+    slow it is the faster one then. Forward and backward, of PyTorch's time, which is eager's: 600, 1024, 2048 and 4096 queries 64 wide 0.65, 0.70,
+    0.70, 0.67, causal 0.64, 0.64, 0.70, 0.70; 768 queries 8, 16, 32, 128 and 256 wide 0.64, 0.94, 0.71, 0.58, 0.62, causal 0.53, 0.81, 0.69, 0.48,
+    0.49; in bfloat16, with instructions for it, 0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4 (AMD EPYC of family 26).
 
     On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at
     64, 128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01,
@@ -37,10 +46,13 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     if length is None or keys is None:
         return None
     in_bfloat16, in_blocks = query.dtype is torch.bfloat16 and target.bfloat16_products, given["is_causal"]
+    is_double = query.dtype is torch.float64
     if target.mkl and query.dtype is torch.float32 and length <= 512:
         least = 64 if width is not None and width < 64 else 128 if in_blocks else 256
         return "PyTorch's kernel is faster at this size on this processor" if min(length, keys) >= least else None
-    if (target.slow_mkl or (width is not None and width < 16)) and not in_bfloat16 and not in_blocks:
+    if target.slow_mkl and isinstance(query.shape[-2], int) and isinstance(key.shape[-2], int) and not is_double:
+        by_pytorch = length > _LONGEST
+    elif (target.slow_mkl or (width is not None and width < 16)) and not (in_bfloat16 or in_blocks or is_double):
         by_pytorch = length > (512 if node.target is ATTENTION else 1024)
     else:
         is_narrow = width is not None and width < 64 and query.dtype is torch.float32
@@ -48,32 +60,41 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     return f"{length} x {keys} probabilities are too many to keep" if by_pytorch else None
 
 
-def few_probabilities(keys: int | torch.SymInt, width: int) -> bool:
-    """Whether attention to `keys` keys, its heads `width` wide, keeps its probabilities for the backward, which else computes them again.
+def few_probabilities(length: int | torch.SymInt, keys: int | torch.SymInt, width: int) -> bool:
+    """Whether attention of `length` queries to `keys` keys, its heads `width` wide, keeps its probabilities for the backward.
+
+    Else they are computed again.
 
     They are keys / width times as large as the queries (with all that belongs to it, a block of a transformer keeps some 17 tensors of that
     size), and what they save grows with the width. Steps in turns with and without them: 0.97 to 0.92 of the time for 256 keys and a width of 64
     (gpt-medium), 0.95 for 128 (gpt), 0.96 for 197 (vit), 0.93 for 64 keys and a width of 32 (gpt-tiny), no less for 128 (bert).
     """
-    return 16 * hint(keys) <= width * width
+    return hint(length) <= 512 and 16 * hint(keys) <= width * width
 
 
-def causal_blocks(length: Any, keys: Any) -> list[int]:
-    """Blocks of rows in which causal attention runs: where each ends. None: all rows at once.
+def row_blocks(length: Any, keys: Any, is_causal: bool) -> list[int]:
+    """Blocks of rows in which attention runs on ONNX Runtime: where each ends. None: all rows at once.
 
-    The queries of a block see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls away, of four three
-    eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64 wide (24 heads of a
-    batch), 0.86 for 128 (32 heads), 0.92 (12 heads), 0.98 for 64 queries 32 wide; for 512 queries 0.77, in four 0.69; for 256 in four 0.75, for 128
-    in four 0.90 (AMD EPYC of family 25, model 17).
+    The queries of a block of a causal attention see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls
+    away, of four three eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64
+    wide (24 heads of a batch), 0.86 for 128 (32 heads), 0.92 (12 heads), 0.98 for 64 queries 32 wide; for 512 queries 0.77, in four 0.69; for 256 in
+    four 0.75, for 128 in four 0.90 (AMD EPYC of family 25, model 17).
+
+    Of more than 512 queries a block has 256 rows, or, of fewer than 1024 keys, as many probabilities as 256 x 1024; one takes the memory of another.
+    A step of attention of 1024 queries to as many keys (24 heads 64 wide) took 204 ms in one block and 200 to 209 in two, four or eight, and 455,
+    295, 200 and 165 MB more than eager's step (family 26).
 
     Args:
         length: Queries; blocks are made of a known number only.
-        keys: As many.
+        keys: As many, where it is causal.
+        is_causal: Whether a query sees the keys up to its own place alone.
     """
-    if not isinstance(length, int) or not isinstance(keys, int) or length != keys or length < 128:
+    if not isinstance(length, int) or not isinstance(keys, int) or (is_causal and length != keys):
         return []
-    count = 2 if length < 512 else 4
-    return [length * (i + 1) // count for i in range(count)]
+    count = 1 if length <= 512 else math.ceil(length * min(keys, 1024) / (256 * 1024))
+    if is_causal:
+        count = max(count, 1 if length < 128 else 2 if length < 512 else 4)
+    return [length * (i + 1) // count for i in range(count)] if count > 1 else []
 
 
 def bounds_scores(target: OrtTarget) -> bool:

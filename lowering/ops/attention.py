@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.attention_choice import causal_blocks
+from ort_backend.lowering.attention_choice import row_blocks
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.ordering import behind
@@ -64,12 +64,12 @@ def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
 
 
 def _blocks_of_rows(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
-    """(N, H, rows, width) cut in front of each of `ends`, none of which means one block."""
+    """(..., rows, width) cut in front of each of `ends`, none of which means one block."""
     if not ends:
         return [tensor]
     sizes = np.diff(ends, prepend=0).tolist()
-    parts = op.Split(tensor, int64s(op, sizes), axis=2, _outputs=len(ends))
-    return [typed(part, tensor.dtype, [*tensor.shape[:2], size, tensor.shape[3]]) for part, size in zip(parts, sizes)]  # type: ignore[index]
+    parts = op.Split(tensor, int64s(op, sizes), axis=-2, _outputs=len(ends))
+    return [typed(part, tensor.dtype, [*tensor.shape[:-2], size, tensor.shape[-1]]) for part, size in zip(parts, sizes)]  # type: ignore[index]
 
 
 def _rows_up_to(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
@@ -87,14 +87,14 @@ def _joined(op: Any, parts: list[ir.Value]) -> ir.Value:
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=2)
 
 
-def _sum_of_rows(op: Any, parts: list[ir.Value], ends: Sequence[int]) -> ir.Value:
-    """The sum of what has the sizes of `_rows_up_to`, its missing rows 0."""
-    total, later = parts[-1], list[ir.Value]()
-    for i in reversed(range(1, len(parts))):
-        total, rest = op.Split(total, int64s(op, [ends[i - 1], ends[i] - ends[i - 1]]), axis=2, _outputs=2)
-        later.insert(0, rest)
-        total = op.Add(total, parts[i - 1])
-    return _joined(op, [total, *later])
+def _with_rows(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
+    """`total` with `part` added to its first rows."""
+    rows, all_rows = part.shape[2], total.shape[2]  # type: ignore[index]
+    if rows == all_rows:
+        return typed(op.Add(total, part), total.dtype, total.shape)
+    assert isinstance(rows, int) and isinstance(all_rows, int)
+    first, rest = op.Split(total, int64s(op, [rows, all_rows - rows]), axis=2, _outputs=2)
+    return typed(op.Concat(op.Add(first, part), rest, axis=2), total.dtype, total.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,44 +106,77 @@ class _Block:
         query: (N, H, rows, width)
         key: (N, H or a part of them, S, width), causal attention's no further than the last query.
         value: Likewise.
+        mask: What is added to the scores: (N or 1, H or 1, rows or 1, S).
+        alive: See `_alive_rows`.
     """
 
     first: int
     query: ir.Value
     key: ir.Value
     value: ir.Value
+    mask: ir.Value | None
+    alive: ir.Value | None
 
 
-def _blocks(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> list[_Block]:
-    parts = _blocks_of_rows(op, query, ends), _rows_up_to(op, key, ends), _rows_up_to(op, value, ends)
-    return [_Block(*one) for one in zip([0, *ends[:-1]], *parts, strict=True)]
+def _blocks(
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, is_causal: bool, attn_mask: ir.Value | None, ends: Sequence[int]
+) -> list[_Block]:
+    """One for each of `ends`, none of which means one block."""
+    queries = _blocks_of_rows(op, query, ends)
+    keys, values = (_rows_up_to(op, one, ends) if is_causal else [one] * len(queries) for one in (key, value))
+    masks: list[ir.Value] | list[None] = [None] * len(queries)
+    alives: list[ir.Value] | list[None] = masks
+    if attn_mask is not None:
+        cut, alive = _alive_rows(op, attn_mask)
+        is_cut = attn_mask.shape[-2] != 1  # type: ignore[index]
+        masks, alives = (_blocks_of_rows(op, one, ends) if is_cut else [one] * len(queries) for one in (cut, alive))
+    return [_Block(*one) for one in zip([0, *ends[:-1]], queries, keys, values, masks, alives, strict=True)]
 
 
 def _ends(query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None) -> list[int]:
-    return causal_blocks(query.shape[2], key.shape[2]) if is_causal and attn_mask is None else []  # type: ignore[index]
+    return [] if is_causal and attn_mask is not None else row_blocks(query.shape[2], key.shape[2], is_causal)  # type: ignore[index]
 
 
-def _scores(
-    op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None, scale: float, fused: bool, first: int = 0
-) -> ir.Value:
-    """(N, H, L, S): scale query key^T + mask, `first` the number of the first row."""
+def _scores(op: Any, block: _Block, is_causal: bool, scale: float, fused: bool) -> ir.Value:
+    """(N, H, L, S): scale query key^T + mask"""
+    query, key = block.query, block.key
     scores = _with_heads(op, _product(op, _with_heads(op, query, key), key, fused=fused, trans_b=1, alpha=scale), query)
-    if attn_mask is not None:
-        if attn_mask.dtype == ir.DataType.BOOL:
+    if block.mask is not None:
+        if block.mask.dtype == ir.DataType.BOOL:
             raise Unsupported("a boolean mask")  # PyTorch makes it a floating-point one before
-        scores = op.Add(scores, attn_mask)
+        scores = op.Add(scores, block.mask)
     if is_causal:
-        size = op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0)
-        above = op.Expand(constant(op, -np.inf, query.dtype), size)  # type: ignore[arg-type]
-        above = op.Trilu(above, constant(op, 1 + first, ir.DataType.INT64), upper=1)
-        scores = op.Add(scores, above)
+        scores = op.Add(scores, _causal_mask(op, block))
     return typed(scores, query.dtype, [*query.shape[:3], key.shape[2]])  # type: ignore[index]
 
 
-def _alive_rows(op: Any, attn_mask: ir.Value | None) -> tuple[ir.Value | None, ir.Value | None]:
+_MASKS = "ort_training.causal_masks"
+
+
+def _causal_mask(op: Any, block: _Block) -> ir.Value:
+    """(rows, S): -inf right of the diagonal, else 0.
+
+    One for all blocks of these sizes: ONNX Runtime computes it as it loads the graph, and keeps it.
+    """
+    query, key = block.query, block.key
+    rows, keys = query.shape[2], key.shape[2]  # type: ignore[index]
+    made = op.builder.graph.meta.setdefault(_MASKS, {})
+    place = (query.dtype, rows, keys, block.first)
+    if place in made and made[place].producer().graph is not None:  # else rolled back
+        return made[place]
+    if isinstance(rows, int) and isinstance(keys, int):
+        mask = made[place] = _above_diagonal(op, int64s(op, [rows, keys]), block)
+        return mask
+    return _above_diagonal(op, op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0), block)
+
+
+def _above_diagonal(op: Any, size: ir.Value, block: _Block) -> ir.Value:
+    above = op.Expand(constant(op, -np.inf, block.query.dtype), size)  # type: ignore[arg-type]
+    return op.Trilu(above, constant(op, 1 + block.first, ir.DataType.INT64), upper=1)
+
+
+def _alive_rows(op: Any, attn_mask: ir.Value) -> tuple[ir.Value, ir.Value]:
     """(mask without rows of -inf, 1 for each row that leaves a key to attend to): where none is left, PyTorch's results and gradients are 0."""
-    if attn_mask is None:
-        return None, None
     dtype = attn_mask.dtype
     assert dtype is not None
     nothing, least = constant(op, -np.inf, dtype), constant(op, float(np.finfo(dtype.numpy()).min), dtype)
@@ -194,9 +227,9 @@ def _log_sum_exp(op: Any, scores: ir.Value, probabilities: ir.Value) -> ir.Value
     return op.Sub(op.ReduceMax(scores, last, keepdims=1), op.Log(op.ReduceMax(probabilities, last, keepdims=1)))
 
 
-def _output(op: Any, probabilities: ir.Value, value: ir.Value, query: ir.Value, alive: ir.Value | None, fused: bool) -> ir.Value:
-    out = _with_heads(op, _product(op, _with_heads(op, probabilities, value), value, fused=fused), query)
-    return _where_alive(op, alive, out)
+def _output(op: Any, probabilities: ir.Value, block: _Block, fused: bool) -> ir.Value:
+    out = _with_heads(op, _product(op, _with_heads(op, probabilities, block.value), block.value, fused=fused), block.query)
+    return _where_alive(op, block.alive, out)
 
 
 def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p: float, is_causal: bool, mask: Any, scale: Any, fused: bool) -> Any:
@@ -205,13 +238,12 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
     ends = _ends(query, key, is_causal, mask)
-    mask, alive = _alive_rows(op, mask)
     outs, sums = [], []
-    for block in _blocks(op, query, key, value, ends):
-        scores = _scores(op, block.query, block.key, is_causal, mask, _scale(query, scale), fused, block.first)
+    for block in _blocks(op, query, key, value, is_causal, mask, ends):
+        scores = _scores(op, block, is_causal, _scale(query, scale), fused)
         probabilities = _softmax(op, scores)
-        outs.append(_output(op, probabilities, block.value, block.query, alive, fused))
-        sums.append(_where_alive(op, alive, _log_sum_exp(op, scores, probabilities)))  # read where the backward is not ours
+        outs.append(_output(op, probabilities, block, fused))
+        sums.append(_where_alive(op, block.alive, _log_sum_exp(op, scores, probabilities)))  # read where the backward is not ours
     return _joined(op, outs), op.Squeeze(_joined(op, sums), int64s(op, [-1]))
 
 
@@ -233,12 +265,9 @@ def _backward(
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
     ends = _ends(query, key, is_causal, mask)
-    mask, alive = _alive_rows(op, mask)
-    factor = _scale(query, scale)
     key, value = _later(op, grad_out, key, value, ends)
-    blocks = _blocks(op, query, key, value, ends)
-    probabilities = [_softmax(op, _scores(op, one.query, one.key, is_causal, mask, factor, fused, one.first)) for one in blocks]
-    return _gradients(op, grad_out, blocks, probabilities, alive, factor, fused, ends)
+    blocks = _blocks(op, query, key, value, is_causal, mask, ends)
+    return _gradients(op, grad_out, blocks, None, is_causal, _scale(query, scale), fused, ends)
 
 
 def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> tuple[ir.Value, ir.Value]:
@@ -252,36 +281,36 @@ def _gradients(
     op: Any,
     grad_out: ir.Value,
     blocks: list[_Block],
-    probabilities: Sequence[ir.Value],
-    alive: ir.Value | None,
+    kept: Sequence[ir.Value] | None,
+    is_causal: bool,
     factor: float,
     fused: bool,
     ends: Sequence[int],
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """(gradients of query, key, value)"""
-    parts = [
-        _gradients_of_block(op, grad, block.query, block.key, block.value, one, alive, factor, fused)
-        for grad, block, one in zip(_blocks_of_rows(op, grad_out, ends), blocks, probabilities, strict=True)
-    ]
-    grad_query, grad_key, grad_value = (list(grads) for grads in zip(*parts))
-    return _joined(op, grad_query), _sum_of_rows(op, grad_key, ends), _sum_of_rows(op, grad_value, ends)
+    """(gradients of query, key, value), block after block, the last, which is causal attention's largest, first.
+
+    Args:
+        kept: The probabilities of each block; None: computed again, those of one at a time.
+    """
+    grad_query, grad_key, grad_value = list[ir.Value](), None, None
+    for i, (block, grad) in reversed(list(enumerate(zip(blocks, _blocks_of_rows(op, grad_out, ends), strict=True)))):
+        probabilities = _softmax(op, _scores(op, block, is_causal, factor, fused)) if kept is None else kept[i]
+        by_query, by_key, by_value = _gradients_of_block(op, grad, block, probabilities, factor, fused)
+        grad_query.insert(0, by_query)
+        grad_key = by_key if grad_key is None else _with_rows(op, grad_key, by_key)
+        grad_value = by_value if grad_value is None else _with_rows(op, grad_value, by_value)
+    assert grad_key is not None and grad_value is not None
+    return _joined(op, grad_query), grad_key, grad_value
 
 
 def _gradients_of_block(
-    op: Any,
-    grad_out: ir.Value,
-    query: ir.Value,
-    key: ir.Value,
-    value: ir.Value,
-    probabilities: ir.Value,
-    alive: ir.Value | None,
-    factor: float,
-    fused: bool,
+    op: Any, grad_out: ir.Value, block: _Block, probabilities: ir.Value, factor: float, fused: bool
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(gradients of query, key, value)"""
-    grad_out = _with_heads(op, _where_alive(op, alive, grad_out), key)
+    query, key = block.query, block.key
+    grad_out = _with_heads(op, _where_alive(op, block.alive, grad_out), key)
     grad_value = _product(op, _with_heads(op, probabilities, key), grad_out, fused=fused, trans_a=1)
-    grad_probabilities = _with_heads(op, _product(op, grad_out, value, fused=fused, trans_b=1), query)
+    grad_probabilities = _with_heads(op, _product(op, grad_out, block.value, fused=fused, trans_b=1), query)
     if fused:
         grad_scores = microsoft(op, "SoftmaxGrad_13", grad_probabilities, probabilities, like=probabilities, axis=-1)
     else:
@@ -343,14 +372,13 @@ def attention(op, query, key, value, is_causal, attn_mask, scale, bounded, ends)
     """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded,
     int[] ends) -> Tensor[]: the result, and the probabilities of each block of rows
 
-    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `attention_choice.causal_blocks`) are for causal attention without
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `attention_choice.row_blocks`) are for causal attention without
     another mask.
     """
-    mask, alive = _alive_rows(op, attn_mask)
-    blocks = _blocks(op, query, key, value, ends)
-    scores = [_scores(op, one.query, one.key, is_causal, mask, _scale(query, scale), True, one.first) for one in blocks]
+    blocks = _blocks(op, query, key, value, is_causal, attn_mask, ends)
+    scores = [_scores(op, one, is_causal, _scale(query, scale), True) for one in blocks]
     probabilities = [_softmax(op, one, bounded=bounded, first=block.first) for one, block in zip(scores, blocks)]
-    outs = [_output(op, one, block.value, block.query, alive, True) for one, block in zip(probabilities, blocks)]
+    outs = [_output(op, one, block, True) for one, block in zip(probabilities, blocks)]
     return [_joined(op, outs), *probabilities]
 
 
@@ -361,7 +389,6 @@ def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask
 
     `passes.probabilities` writes it.
     """
-    _, alive = _alive_rows(op, attn_mask)
     key, value = _later(op, grad_out, key, value, ends)
-    blocks = _blocks(op, query, key, value, ends)
-    return _gradients(op, grad_out, blocks, probabilities, alive, _scale(query, scale), True, ends)
+    blocks = _blocks(op, query, key, value, bool(ends), attn_mask, ends)
+    return _gradients(op, grad_out, blocks, probabilities, False, _scale(query, scale), True, ends)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
-from ort_backend.lowering.attention_choice import bounds_scores, causal_blocks, few_probabilities
+from ort_backend.lowering.attention_choice import bounds_scores, few_probabilities, row_blocks
 from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
@@ -58,11 +58,9 @@ def _is_first(overload: torch._ops.OpOverload, lowering: Any, target: OrtTarget)
 def _backwards(forward: fx.Node, target: OrtTarget) -> list[fx.Node]:
     """The backwards that alone read the sums of the rows of `forward`, where ONNX Runtime runs all of it and the probabilities are few."""
     given = arguments_of(forward)
-    if (
-        "recompute" in forward.meta
-        or not _is_for_us(given)
-        or not few_probabilities(given["key"].meta["val"].shape[-2], given["key"].meta["val"].shape[-1])
-    ):
+    if "recompute" in forward.meta or not _is_for_us(given):
+        return []
+    if not few_probabilities(given["query"].meta["val"].shape[-2], *given["key"].meta["val"].shape[-2:]):
         return []
     backwards = [reader for item in _items(forward, 1) for reader in _readers(item)]
     if any(one.target is not _BACKWARD or _same_arguments(one) != _same_arguments(forward) for one in backwards):
@@ -101,7 +99,7 @@ def _replace(graph: fx.Graph, forward: fx.Node, backwards: list[fx.Node], target
     query, key, value, mask, scale = (given[name] for name in ("query", "key", "value", "attn_mask", "scale"))
     is_plainly_causal = given["is_causal"] and mask is None
     bounded = bounds_scores(target) and is_plainly_causal
-    ends = causal_blocks(query.meta["val"].shape[-2], key.meta["val"].shape[-2]) if is_plainly_causal else []
+    ends = row_blocks(query.meta["val"].shape[-2], key.meta["val"].shape[-2], is_causal=True) if is_plainly_causal else []
     arguments = (query, key, value, given["is_causal"], mask, scale, bounded, ends)
     fakes = [forward.meta["val"][0], *ATTENTION(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1:]]
     with graph.inserting_before(forward):

@@ -46,11 +46,33 @@ def test_queries_and_keys_of_unequal_number(check: Callable, is_causal: bool) ->
 
 @pytest.mark.cpu_only(reason="the operator of its attention")
 @contrib
-@pytest.mark.parametrize("length, blocks", [(127, 1), (128, 2), (193, 2), (512, 4)])
+@pytest.mark.parametrize("length, blocks", [(127, 1), (128, 2), (193, 2), (512, 4), (1100, 5)])
 @pytest.mark.parametrize("shared", [4, 1])
 def test_blocks_of_rows(check: Callable, contrib: bool, length: int, blocks: int, shared: int) -> None:
     lowered = check(_both(True), *_sample(1, length, length, shared=shared), contrib=contrib)
     assert lowered.op_types.count("Softmax") == 2 * blocks
+    assert lowered.op_types.count("Trilu") == blocks  # the backward's masks are the forward's
+
+
+@pytest.mark.cpu_only(reason="the operator of its attention")
+@contrib
+@pytest.mark.parametrize("length, keys, blocks", [(512, 600, 1), (600, 600, 2), (900, 300, 2), (1025, 1100, 5), (600, 77, 1)])
+@pytest.mark.parametrize("shared", [4, 1])
+def test_blocks_of_rows_that_see_all_keys(check: Callable, contrib: bool, length: int, keys: int, blocks: int, shared: int) -> None:
+    lowered = check(_both(), *_sample(1, length, keys, shared=shared), contrib=contrib)
+    assert lowered.op_types.count("Softmax") == 2 * blocks
+
+
+@pytest.mark.cpu_only(reason="the operator of its attention")
+@contrib
+@pytest.mark.parametrize("size", [(600, 500), (1, 1, 600, 500), (2, 4, 600, 500), (2, 1, 1, 500), (1, 500)], ids=str)
+def test_masks_of_blocks_of_rows(check: Callable, contrib: bool, size: tuple[int, ...]) -> None:
+    mask = randn(size)
+    mask[..., 0, 1] = mask[..., -1, 3:] = -torch.inf
+    if size[-2] > 1:
+        mask[..., 1, :] = mask[..., 598, :] = -torch.inf  # rows without any key
+    lowered = check(_both(), *_sample(2, 600, 500, shared=2), mask, contrib=contrib)
+    assert lowered.op_types.count("Softmax") == 4
 
 
 @pytest.mark.cpu_only(reason="the operator of its attention")

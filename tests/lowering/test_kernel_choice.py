@@ -274,7 +274,8 @@ def test_an_unknown_value_is_an_error() -> None:
     [
         (512, 512, 8, False, False, 0), (600, 600, 8, False, False, 1), (600, 600, 8, True, False, 2), (1100, 1100, 8, False, False, 2),
         (384, 384, 32, False, False, 2), (384, 384, 32, True, False, 0), (384, 384, 64, False, False, 0), (384, 77, 32, False, False, 0),
-        (600, 77, 32, False, False, 2), (600, 600, 64, False, False, 2), (384, 384, 32, False, True, 0), (600, 77, 32, False, True, 1),
+        (600, 77, 32, False, False, 2), (600, 600, 64, False, False, 2), (384, 384, 32, False, True, 0), (600, 77, 32, False, True, 0),
+        (600, 600, 64, True, True, 0), (4097, 40, 8, False, True, 2),
     ],
 )  # fmt: skip
 def test_long_attention_keeps_no_probabilities(
@@ -321,6 +322,7 @@ def _attention_in_pytorch(length: int, keys: int, width: int, causal: bool) -> l
 @pytest.mark.parametrize("has_instructions", [True, False])
 def test_the_backward_of_long_attention_in_bfloat16(has_instructions: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's where the processor has instructions for it; the sizes that the report names are those of the probabilities."""
+    monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: False)
     monkeypatch.setattr(dense_products, "processor_multiplies_bfloat16", lambda: has_instructions)
     attend = nn.functional.scaled_dot_product_attention
     inputs = [torch.randn(1, 2, length, 8, dtype=torch.bfloat16, requires_grad=True) for length in (600, 40, 40)]

@@ -117,7 +117,7 @@ def test_one_softmax_serves_both(seen: Seen, bounded: bool, is_causal: bool, sca
 def test_blocks_of_rows_keep_their_keys_only(
     seen: Seen, bounded: bool, monkeypatch: pytest.MonkeyPatch, length: int, blocks: int, shared: int
 ) -> None:
-    monkeypatch.setattr(probabilities, "few_probabilities", lambda keys, width: True)
+    monkeypatch.setattr(probabilities, "few_probabilities", lambda *sizes: True)
     q, k, v = _sample(length, shared=shared)
     _same_as_eager(_attention(True, gqa=shared < 4), [q, k, v])
     assert seen.pairs == [1]
@@ -242,9 +242,12 @@ def test_a_users_lowering_comes_first(seen: Seen, monkeypatch: pytest.MonkeyPatc
     assert seen.pairs == [0] and called == [1]
 
 
-@pytest.mark.parametrize("keys, width, kept", [(256, 64, True), (257, 64, False), (64, 32, True), (128, 32, False), (512, 128, True)])
-def test_how_many_are_few(keys: int, width: int, kept: bool) -> None:
-    assert few_probabilities(keys, width) == kept
+@pytest.mark.parametrize(
+    "length, keys, width, kept",
+    [(256, 256, 64, True), (256, 257, 64, False), (64, 64, 32, True), (128, 128, 32, False), (512, 512, 128, True), (513, 512, 128, False)],
+)
+def test_how_many_are_few(length: int, keys: int, width: int, kept: bool) -> None:
+    assert few_probabilities(length, keys, width) == kept
 
 
 @pytest.mark.parametrize("mkl", [False, True])
