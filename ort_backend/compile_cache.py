@@ -30,6 +30,7 @@ from torch._inductor import codecache
 from torch._inductor.output_code import OutputCode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import config as compiler_config
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from ort_backend import compiled_autograd, debug
 from ort_backend.callables import Boxed
@@ -151,6 +152,7 @@ def keeping(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exa
     parts = [compiler_config.cache_key_tag, _sources(), *_settings(settings, target), repr(_state()), repr(_inputs(example_inputs)), _lines(gm)]
     tag = "\n".join(parts)
     before, _current.load = getattr(_current, "load", None), load
+    guards_before, _current.guards = getattr(_current, "guards", 0), len(_guards())
     try:
         with (
             compiler_config.patch(cache_key_tag=hashlib.sha256(tag.encode()).hexdigest()),  # type: ignore[attr-defined]
@@ -160,7 +162,22 @@ def keeping(settings: CompileOptions, target: OrtTarget, gm: fx.GraphModule, exa
         ):
             yield
     finally:
-        _current.load = before
+        _current.load, _current.guards = before, guards_before
+
+
+def _guards() -> Sequence[Any]:
+    """Those on sizes and numbers that Dynamo's compile at hand has so far."""
+    context = torch._guards.TracingContext.try_get()
+    environment = getattr(context and context.fake_mode, "shape_env", None)
+    return environment.guards if environment is not None else ()
+
+
+def _fixes_a_number() -> bool:
+    """Whether AOTAutograd compiled in the value of a number (an input of Dynamo's graph, of type float) that it could not write as a tensor.
+
+    It keeps guards on sizes with what it compiled, but not on numbers: what it reads again would run with every value (torch 2.13, also inductor).
+    """
+    return any(symbol_is_type(symbol, SymT.FLOAT) for guard in _guards()[_current.guards :] for symbol in guard.expr.free_symbols)
 
 
 @contextlib.contextmanager
@@ -298,6 +315,8 @@ class CompiledPart(OutputCode):
         metadata = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
         if getattr(metadata, "tokens", None):  # which AOTAutograd hands to what it compiled, but not to what it read (2.13)
             raise BypassAOTAutogradCache("ort_training: operators with effects hand on tokens")
+        if _fixes_a_number():
+            raise BypassAOTAutogradCache("ort_training: the value of a number is compiled in")
         _leave_out_views(metadata)
         self._kept.pickle()
         self._run = None

@@ -226,6 +226,29 @@ def test_a_size_that_the_graph_was_not_compiled_for() -> None:
         assert found() == hits
 
 
+def test_a_number_that_is_an_input_is_kept() -> None:
+    for hits in (0, 2):
+        compiled = compile_again(lambda x, scale: x * scale)
+        for scale in (0.5, 1.5, 2.5):
+            torch.testing.assert_close(compiled(torch.ones(3), scale), torch.full((3,), scale))
+        assert found() == hits
+
+
+def test_a_number_that_is_compiled_in_is_not_kept() -> None:
+    """AOTAutograd fixes a number that the graph returns; nothing that is kept would say which one it was."""
+
+    def decay(state: dict[str, float], weight: Tensor) -> Tensor:
+        state["bias"] = 1.0 + 0.9 * state["bias"]
+        return weight * state["bias"]
+
+    for hits in (0, 1):  # the first number is compiled in by Dynamo
+        compiled, state, expected = compile_again(decay), {"bias": 0.0}, {"bias": 0.0}
+        for _ in range(4):
+            torch.testing.assert_close(compiled(state, torch.ones(3)), decay(expected, torch.ones(3)))
+            assert state["bias"] == pytest.approx(expected["bias"])
+        assert found() == hits
+
+
 def test_kernels_are_chosen_for_the_size_at_hand() -> None:
     """A symbolic size that was small when its graph was compiled says nothing about a large one."""
     model = nn.LayerNorm(256)
