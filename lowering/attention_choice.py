@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
@@ -31,10 +30,11 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). In bfloat16 with instructions for it,
     PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too, all of them at once.
 
-    In blocks of rows (`row_blocks`), made of known numbers of queries and keys, ONNX Runtime holds the probabilities of one. Where MKL's products are
+    In blocks of rows (`row_blocks`) ONNX Runtime holds the probabilities of one. Where MKL's products are
     slow it is the faster one then. Forward and backward, of PyTorch's time, which is eager's: 600, 1024, 2048 and 4096 queries 64 wide 0.65, 0.70,
     0.70, 0.67, causal 0.64, 0.64, 0.70, 0.70; 768 queries 8, 16, 32, 128 and 256 wide 0.64, 0.94, 0.71, 0.58, 0.62, causal 0.53, 0.81, 0.69, 0.48,
-    0.49; in bfloat16, with instructions for it, 0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4 (AMD EPYC of family 26).
+    0.49; in bfloat16, with instructions for it, 0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4; of symbolic numbers,
+    cut at run time, 1024 queries 0.75, causal 0.67 (AMD EPYC of family 26).
 
     On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at
     64, 128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01,
@@ -50,7 +50,7 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     if target.mkl and query.dtype is torch.float32 and length <= 512:
         least = 64 if width is not None and width < 64 else 128 if in_blocks else 256
         return "PyTorch's kernel is faster at this size on this processor" if min(length, keys) >= least else None
-    if target.slow_mkl and isinstance(query.shape[-2], int) and isinstance(key.shape[-2], int) and not is_double:
+    if target.slow_mkl and not is_double:
         by_pytorch = length > _LONGEST
     elif (target.slow_mkl or (width is not None and width < 16)) and not (in_bfloat16 or in_blocks or is_double):
         by_pytorch = length > (512 if node.target is ATTENTION else 1024)
@@ -72,8 +72,8 @@ def few_probabilities(length: int | torch.SymInt, keys: int | torch.SymInt, widt
     return hint(length) <= 512 and 16 * hint(keys) <= width * width
 
 
-def row_blocks(length: Any, keys: Any, is_causal: bool) -> list[int]:
-    """Blocks of rows in which attention runs on ONNX Runtime: where each ends. None: all rows at once.
+def row_blocks(length: int, keys: int, is_causal: bool) -> int:
+    """Blocks of rows in which attention runs on ONNX Runtime.
 
     The queries of a block of a causal attention see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls
     away, of four three eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64
@@ -85,16 +85,15 @@ def row_blocks(length: Any, keys: Any, is_causal: bool) -> list[int]:
     295, 200 and 165 MB more than eager's step (family 26).
 
     Args:
-        length: Queries; blocks are made of a known number only.
+        length: Queries, or an example of their number.
         keys: As many, where it is causal.
         is_causal: Whether a query sees the keys up to its own place alone.
+
+    Returns:
+        How many, 1 for all rows at once.
     """
-    if not isinstance(length, int) or not isinstance(keys, int) or (is_causal and length != keys):
-        return []
     count = 1 if length <= 512 else math.ceil(length * min(keys, 1024) / (256 * 1024))
-    if is_causal:
-        count = max(count, 1 if length < 128 else 2 if length < 512 else 4)
-    return [length * (i + 1) // count for i in range(count)] if count > 1 else []
+    return max(count, 1 if not is_causal or length < 128 else 2 if length < 512 else 4)
 
 
 def bounds_scores(target: OrtTarget) -> bool:

@@ -23,12 +23,17 @@ _signatures: dict[Hashable, Any] = {}
 
 
 class Builder(GraphBuilder):
-    """Writes nodes into a graph, for tensors on some kind of device, and works out what is known of their results."""
+    """Writes nodes into a graph, for tensors on some kind of device, and works out what is known of their results.
+
+    Attributes:
+        hints: The examples of the symbolic sizes that were met, by name.
+    """
 
     def __init__(self, graph: ir.Graph, device_type: str = "cpu", *, call_type: str = "PythonOp") -> None:
         super().__init__(graph)
         self.device_type = device_type
         self.call_type = call_type  # the type of the nodes that call PyTorch's kernels
+        self.hints: dict[str, int] = {}
 
     def _partition_inputs_attributes(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if schema is None:

@@ -36,15 +36,10 @@ from ort_backend.target import OrtTarget
 
 
 class Calls:
-    """Calls lowerings that write with one builder.
-
-    Attributes:
-        hints: The examples of the symbolic sizes that were met, by name.
-    """
+    """Calls lowerings that write with one builder."""
 
     def __init__(self, op: Any, target: OrtTarget) -> None:
         self._op, self._target = op, target
-        self.hints: dict[str, int] = {}
 
     def call(self, lowering: Lowering, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Calls one lowering with values of the dtypes that it computes in, and casts its results to the node's.
@@ -174,7 +169,7 @@ class Calls:
             shape = symbolic.shape(fake.shape, kind.extra_dims)
             for size, one in zip(fake.shape, shape):
                 if isinstance(one, ir.SymbolicDim) and one.value is not None:
-                    self.hints[one.value] = size.node.hint  # type: ignore[union-attr]
+                    self._op.builder.hints[one.value] = size.node.hint  # type: ignore[union-attr]
             return kind.dtype, shape
         if isinstance(fake, (torch.SymBool, bool)):
             return ir.DataType.BOOL, ir.Shape([])

@@ -80,7 +80,8 @@ class GraphLowering:
         self.target = target
         self.strict = strict
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": target.opset, MS: 1}, name=name)
-        self.op = Builder(self.graph, target.device_type, call_type=target.call_type).op
+        self._builder = Builder(self.graph, target.device_type, call_type=target.call_type)
+        self.op = self._builder.op
         self.env: dict[fx.Node, Any] = {}
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []
@@ -205,10 +206,10 @@ class GraphLowering:
         """The finished graph."""
         drop_unread_nodes(self.graph)
         if self.target.device_type == "cpu":
-            use_fast_loops(self.op, self.graph, self._calls.hints, self.target.threads)
+            use_fast_loops(self.op, self.graph, self._builder.hints, self.target.threads)
         if self.target.sizes_on_host:
             keep_on_host(self.graph)
-        casts, outside = give_casts_away(self.op, self.graph, self.target, self._calls.hints)
+        casts, outside = give_casts_away(self.op, self.graph, self.target, self._builder.hints)
         self.python_calls += casts
         self.outside += outside
         merged = 0
@@ -219,7 +220,7 @@ class GraphLowering:
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
         model = ir.Model(self.graph, ir_version=9 if self.target.opset <= 20 else 10, producer_name="ort_training")
-        kept = kept_bytes(self.graph, self._calls.hints)
+        kept = kept_bytes(self.graph, self._builder.hints)
         functions = self._functions.calls
         calls, names = (*self.python_calls, *functions), tuple(call.title for call in functions)
         return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph) + merged, kept, names)

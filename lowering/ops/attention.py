@@ -16,6 +16,7 @@ from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.symbolic import example
 
 aten = torch.ops.aten
 
@@ -63,22 +64,68 @@ def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
     return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[index]
 
 
-def _blocks_of_rows(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
-    """(..., rows, width) cut in front of each of `ends`, none of which means one block."""
-    if not ends:
+def known_ends(length: Any, keys: Any) -> list[int]:
+    """Where the blocks of rows of a causal attention end; none of them: it has one block, or no known number of queries."""
+    if not isinstance(length, int) or length != keys:
+        return []
+    count = row_blocks(length, length, is_causal=True)
+    return [length * (i + 1) // count for i in range(count)] if count > 1 else []
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cuts:
+    """Where rows are cut into blocks.
+
+    Attributes:
+        ends: Of each block, where they are known.
+        at: The same in the graph, int64: (1,) each.
+        sizes: Of all blocks: (blocks,)
+    """
+
+    ends: Sequence[int | None]
+    at: Sequence[ir.Value]
+    sizes: ir.Value
+
+
+def _cuts(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None) -> _Cuts | None:
+    """None for one block."""
+    length, keys = query.shape[2], key.shape[2]  # type: ignore[index]
+    if is_causal and (attn_mask is not None or length != keys):
+        return None
+    hints = op.builder.root.hints
+    example_length = example(length, hints)
+    count = row_blocks(example_length, example(keys, hints), is_causal)
+    if count == 1 or (example_length <= 512 and not isinstance(length, int)):  # cuts of unknown rows cost as much as fewer products gain
+        return None
+    if isinstance(length, int):
+        return _known_cuts(op, [length * (i + 1) // count for i in range(count)])
+    rows, of = op.Shape(query, start=2, end=3), int64s(op, [count])
+    steps = op.Div(op.Mul(rows, int64s(op, range(count + 1))), of)
+    at = op.Split(steps, int64s(op, [1] * (count + 1)), axis=0, _outputs=count + 1)
+    starts, ends = (op.Slice(steps, int64s(op, [first]), int64s(op, [first + count])) for first in (0, 1))
+    return _Cuts([None] * count, at[1:], op.Sub(ends, starts))
+
+
+def _known_cuts(op: Any, ends: Sequence[int]) -> _Cuts | None:
+    return _Cuts(ends, [int64s(op, [end]) for end in ends], int64s(op, np.diff(ends, prepend=0).tolist())) if ends else None
+
+
+def _blocks_of_rows(op: Any, tensor: ir.Value, cuts: _Cuts | None) -> list[ir.Value]:
+    """(..., rows, width) cut; in one where there are no cuts."""
+    if cuts is None:
         return [tensor]
-    sizes = np.diff(ends, prepend=0).tolist()
-    parts = op.Split(tensor, int64s(op, sizes), axis=-2, _outputs=len(ends))
+    sizes = [None if end is None or start is None else end - start for start, end in zip([0, *cuts.ends], cuts.ends)]
+    parts = op.Split(tensor, cuts.sizes, axis=-2, _outputs=len(sizes))
     return [typed(part, tensor.dtype, [*tensor.shape[:-2], size, tensor.shape[-1]]) for part, size in zip(parts, sizes)]  # type: ignore[index]
 
 
-def _rows_up_to(op: Any, tensor: ir.Value, ends: Sequence[int]) -> list[ir.Value]:
-    """The rows of (N, H, rows, width) in front of each of `ends`: what the queries of each block of a causal attention see."""
-    if not ends:
+def _rows_up_to(op: Any, tensor: ir.Value, cuts: _Cuts | None) -> list[ir.Value]:
+    """The rows of (N, H, rows, width) in front of each cut, and all: what the queries of each block of a causal attention see."""
+    if cuts is None:
         return [tensor]
     starts, axes = int64s(op, [0]), int64s(op, [2])
-    parts = [op.Slice(tensor, starts, int64s(op, [end]), axes) for end in ends[:-1]]
-    shapes = [[*tensor.shape[:2], end, tensor.shape[3]] for end in ends]  # type: ignore[index]
+    parts = [op.Slice(tensor, starts, end, axes) for end in cuts.at[:-1]]
+    shapes = [[*tensor.shape[:2], end, tensor.shape[3]] for end in cuts.ends]  # type: ignore[index]
     return [*(typed(part, tensor.dtype, shape) for part, shape in zip(parts, shapes)), tensor]
 
 
@@ -87,13 +134,14 @@ def _joined(op: Any, parts: list[ir.Value]) -> ir.Value:
     return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=2)
 
 
-def _with_rows(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
-    """`total` with `part` added to its first rows."""
-    rows, all_rows = part.shape[2], total.shape[2]  # type: ignore[index]
-    if rows == all_rows:
-        return typed(op.Add(total, part), total.dtype, total.shape)
-    assert isinstance(rows, int) and isinstance(all_rows, int)
-    first, rest = op.Split(total, int64s(op, [rows, all_rows - rows]), axis=2, _outputs=2)
+def _add(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
+    return typed(op.Add(total, part), total.dtype, total.shape)
+
+
+def _add_to_first_rows(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
+    """`total` with `part` added to its first rows, of which there are fewer."""
+    rows, all_rows = op.Shape(part, start=2, end=3), op.Shape(total, start=2, end=3)
+    first, rest = op.Split(total, op.Concat(rows, op.Sub(all_rows, rows), axis=0), axis=2, _outputs=2)
     return typed(op.Concat(op.Add(first, part), rest, axis=2), total.dtype, total.shape)
 
 
@@ -102,7 +150,7 @@ class _Block:
     """Queries and what they attend to.
 
     Attributes:
-        first: The number of the first query.
+        first: The number of the first query, int64: (1,).
         query: (N, H, rows, width)
         key: (N, H or a part of them, S, width), causal attention's no further than the last query.
         value: Likewise.
@@ -110,7 +158,7 @@ class _Block:
         alive: See `_alive_rows`.
     """
 
-    first: int
+    first: ir.Value
     query: ir.Value
     key: ir.Value
     value: ir.Value
@@ -119,22 +167,18 @@ class _Block:
 
 
 def _blocks(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, is_causal: bool, attn_mask: ir.Value | None, ends: Sequence[int]
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, is_causal: bool, attn_mask: ir.Value | None, cuts: _Cuts | None
 ) -> list[_Block]:
-    """One for each of `ends`, none of which means one block."""
-    queries = _blocks_of_rows(op, query, ends)
-    keys, values = (_rows_up_to(op, one, ends) if is_causal else [one] * len(queries) for one in (key, value))
+    queries = _blocks_of_rows(op, query, cuts)
+    keys, values = (_rows_up_to(op, one, cuts) if is_causal else [one] * len(queries) for one in (key, value))
     masks: list[ir.Value] | list[None] = [None] * len(queries)
     alives: list[ir.Value] | list[None] = masks
     if attn_mask is not None:
-        cut, alive = _alive_rows(op, attn_mask)
+        mask, alive = _alive_rows(op, attn_mask)
         is_cut = attn_mask.shape[-2] != 1  # type: ignore[index]
-        masks, alives = (_blocks_of_rows(op, one, ends) if is_cut else [one] * len(queries) for one in (cut, alive))
-    return [_Block(*one) for one in zip([0, *ends[:-1]], queries, keys, values, masks, alives, strict=True)]
-
-
-def _ends(query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None) -> list[int]:
-    return [] if is_causal and attn_mask is not None else row_blocks(query.shape[2], key.shape[2], is_causal)  # type: ignore[index]
+        masks, alives = (_blocks_of_rows(op, one, cuts) if is_cut else [one] * len(queries) for one in (mask, alive))
+    firsts = [int64s(op, [0]), *(cuts.at[:-1] if cuts is not None else ())]
+    return [_Block(*one) for one in zip(firsts, queries, keys, values, masks, alives, strict=True)]
 
 
 def _scores(op: Any, block: _Block, is_causal: bool, scale: float, fused: bool) -> ir.Value:
@@ -160,19 +204,23 @@ def _causal_mask(op: Any, block: _Block) -> ir.Value:
     """
     query, key = block.query, block.key
     rows, keys = query.shape[2], key.shape[2]  # type: ignore[index]
+    if not isinstance(rows, int) or not isinstance(keys, int):
+        return _above_diagonal(op, op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0), block)
     made = op.builder.graph.meta.setdefault(_MASKS, {})
-    place = (query.dtype, rows, keys, block.first)
-    if place in made and made[place].producer().graph is not None:  # else rolled back
-        return made[place]
-    if isinstance(rows, int) and isinstance(keys, int):
-        mask = made[place] = _above_diagonal(op, int64s(op, [rows, keys]), block)
-        return mask
-    return _above_diagonal(op, op.Concat(op.Shape(query, start=2, end=3), op.Shape(key, start=2, end=3), axis=0), block)
+    place = (query.dtype, rows, keys, block.first.name)  # a constant, of which there is one
+    if place not in made or made[place].producer().graph is None:  # rolled back
+        made[place] = _above_diagonal(op, int64s(op, [rows, keys]), block)
+    mask: ir.Value = made[place]
+    return mask
 
 
 def _above_diagonal(op: Any, size: ir.Value, block: _Block) -> ir.Value:
     above = op.Expand(constant(op, -np.inf, block.query.dtype), size)  # type: ignore[arg-type]
-    return op.Trilu(above, constant(op, 1 + block.first, ir.DataType.INT64), upper=1)
+    return op.Trilu(above, op.Add(_scalar(op, block.first), constant(op, 1, ir.DataType.INT64)), upper=1)
+
+
+def _scalar(op: Any, number: ir.Value) -> ir.Value:
+    return op.Squeeze(number, int64s(op, [0]))
 
 
 def _alive_rows(op: Any, attn_mask: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -201,23 +249,24 @@ def _scale(query: ir.Value, scale: float | ir.Value | None) -> float:
     return float(scale)
 
 
-def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False, first: int = 0) -> ir.Value:
+def _softmax(op: Any, scores: ir.Value, *, bounded: bool = False, first: ir.Value | None = None) -> ir.Value:
     """Along the last dimension.
 
     Args:
         op: The builder.
         scores: (..., L, S), -inf right of the diagonal where they are `bounded`.
-        first: The number of the first row.
+        first: The number of the first row, where they are `bounded`: (1,).
         bounded: Raises what lies more than 80 below a row's largest score, where its exponential would be no normal number, and sets the result right
             of the diagonal to 0: the same but for 2e-35. Some processors take a hundred times as long for a result too small to be a normal number.
     """
     if bounded:
+        assert first is not None
         bound, relative = (constant(op, number, scores.dtype) for number in (_BOUND, 1e-6))  # type: ignore[arg-type]
         largest = op.ReduceMax(scores, int64s(op, [-1]), keepdims=1)
         # Beyond 1e9 the next number in float32 is further away than 80.
         lowest = op.Sub(largest, op.Max(bound, op.Mul(op.Abs(largest), relative)))
         probabilities = op.Softmax(op.Max(scores, lowest), axis=-1)
-        return typed(op.Trilu(probabilities, constant(op, first, ir.DataType.INT64), upper=0), scores.dtype, scores.shape)
+        return typed(op.Trilu(probabilities, _scalar(op, first), upper=0), scores.dtype, scores.shape)
     return typed(op.Softmax(scores, axis=-1), scores.dtype, scores.shape)
 
 
@@ -237,9 +286,9 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
-    ends = _ends(query, key, is_causal, mask)
+    cuts = _cuts(op, query, key, is_causal, mask)
     outs, sums = [], []
-    for block in _blocks(op, query, key, value, is_causal, mask, ends):
+    for block in _blocks(op, query, key, value, is_causal, mask, cuts):
         scores = _scores(op, block, is_causal, _scale(query, scale), fused)
         probabilities = _softmax(op, scores)
         outs.append(_output(op, probabilities, block, fused))
@@ -264,15 +313,15 @@ def _backward(
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
-    ends = _ends(query, key, is_causal, mask)
-    key, value = _later(op, grad_out, key, value, ends)
-    blocks = _blocks(op, query, key, value, is_causal, mask, ends)
-    return _gradients(op, grad_out, blocks, None, is_causal, _scale(query, scale), fused, ends)
+    cuts = _cuts(op, query, key, is_causal, mask)
+    key, value = _later(op, grad_out, key, value, cuts)
+    blocks = _blocks(op, query, key, value, is_causal, mask, cuts)
+    return _gradients(op, grad_out, blocks, None, is_causal, _scale(query, scale), fused, cuts)
 
 
-def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, ends: Sequence[int]) -> tuple[ir.Value, ir.Value]:
+def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, cuts: _Cuts | None) -> tuple[ir.Value, ir.Value]:
     """Key and value, out of whose rows ONNX Runtime makes those of the blocks again: it would keep the forward's."""
-    if not ends:
+    if cuts is None:
         return key, value
     return typed(behind(op, key, grad_out), key.dtype, key.shape), typed(behind(op, value, grad_out), value.dtype, value.shape)
 
@@ -285,7 +334,7 @@ def _gradients(
     is_causal: bool,
     factor: float,
     fused: bool,
-    ends: Sequence[int],
+    cuts: _Cuts | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(gradients of query, key, value), block after block, the last, which is causal attention's largest, first.
 
@@ -293,12 +342,13 @@ def _gradients(
         kept: The probabilities of each block; None: computed again, those of one at a time.
     """
     grad_query, grad_key, grad_value = list[ir.Value](), None, None
-    for i, (block, grad) in reversed(list(enumerate(zip(blocks, _blocks_of_rows(op, grad_out, ends), strict=True)))):
+    for i, (block, grad) in reversed(list(enumerate(zip(blocks, _blocks_of_rows(op, grad_out, cuts), strict=True)))):
         probabilities = _softmax(op, _scores(op, block, is_causal, factor, fused)) if kept is None else kept[i]
         by_query, by_key, by_value = _gradients_of_block(op, grad, block, probabilities, factor, fused)
         grad_query.insert(0, by_query)
-        grad_key = by_key if grad_key is None else _with_rows(op, grad_key, by_key)
-        grad_value = by_value if grad_value is None else _with_rows(op, grad_value, by_value)
+        add = _add_to_first_rows if is_causal else _add
+        grad_key = by_key if grad_key is None else add(op, grad_key, by_key)
+        grad_value = by_value if grad_value is None else add(op, grad_value, by_value)
     assert grad_key is not None and grad_value is not None
     return _joined(op, grad_query), grad_key, grad_value
 
@@ -372,10 +422,10 @@ def attention(op, query, key, value, is_causal, attn_mask, scale, bounded, ends)
     """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded,
     int[] ends) -> Tensor[]: the result, and the probabilities of each block of rows
 
-    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `attention_choice.row_blocks`) are for causal attention without
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `known_ends`) are for causal attention without
     another mask.
     """
-    blocks = _blocks(op, query, key, value, is_causal, attn_mask, ends)
+    blocks = _blocks(op, query, key, value, is_causal, attn_mask, _known_cuts(op, ends))
     scores = [_scores(op, one, is_causal, _scale(query, scale), True) for one in blocks]
     probabilities = [_softmax(op, one, bounded=bounded, first=block.first) for one, block in zip(scores, blocks)]
     outs = [_output(op, one, block, True) for one, block in zip(probabilities, blocks)]
@@ -389,6 +439,7 @@ def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask
 
     `passes.probabilities` writes it.
     """
-    key, value = _later(op, grad_out, key, value, ends)
-    blocks = _blocks(op, query, key, value, bool(ends), attn_mask, ends)
-    return _gradients(op, grad_out, blocks, probabilities, False, _scale(query, scale), True, ends)
+    cuts = _known_cuts(op, ends)
+    key, value = _later(op, grad_out, key, value, cuts)
+    blocks = _blocks(op, query, key, value, cuts is not None, attn_mask, cuts)
+    return _gradients(op, grad_out, blocks, probabilities, cuts is not None, _scale(query, scale), True, cuts)

@@ -76,6 +76,26 @@ def test_masks_of_blocks_of_rows(check: Callable, contrib: bool, size: tuple[int
 
 
 @pytest.mark.cpu_only(reason="the operator of its attention")
+@contrib
+@pytest.mark.parametrize("is_causal, blocks", [(False, 2), (True, 4)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_of_rows_of_an_unknown_number(check: Callable, contrib: bool, is_causal: bool, blocks: int, masked: bool) -> None:
+    """Cut for the number at hand: 3 rows in four blocks leave one of them empty."""
+    if masked and is_causal:
+        pytest.skip("a mask stands for it")
+
+    def both(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+        return _both(is_causal)(g, q, k + q, v, mask)
+
+    def sample(length: int) -> list[torch.Tensor]:
+        return [*_sample(2, length, length), *([randn(2, 1, length, length)] if masked else [])]
+
+    for other in (3, 700):
+        lowered = check(both, *sample(600), also=tuple(sample(other)), contrib=contrib)
+        assert lowered.op_types.count("Softmax") == 2 * blocks
+
+
+@pytest.mark.cpu_only(reason="the operator of its attention")
 def test_blocks_of_rows_in_double_precision(check: Callable) -> None:
     def gradients(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return _both(True)(*tensors)[2:]
