@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ort_backend
-from ort_backend.lowering import carriers
+from ort_backend.lowering import carriers, dense_products
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.runtime import capabilities
 
@@ -176,8 +176,11 @@ class _Attention(nn.Module):
 
 @pytest.mark.cpu_only(reason="the operator of its attention")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_attention_takes_projections_as_they_are(graphs: list[ir.Graph], copies: list[torch.Size], dynamic: bool) -> None:
-    """Forward and backward, with as many rows as PyTorch computes attention for."""
+def test_attention_takes_projections_as_they_are(
+    graphs: list[ir.Graph], copies: list[torch.Size], dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, with as many rows as PyTorch computes attention for where its products are fast."""
+    monkeypatch.setattr(dense_products, "mkl_is_slow", lambda: False)
     torch._dynamo.reset()
     module, x = _Attention(), torch.randn(2, 1056, 32)
     gradients = []
