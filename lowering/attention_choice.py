@@ -30,11 +30,10 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). In bfloat16 with instructions for it,
     PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too, all of them at once.
 
-    In blocks of rows (`row_blocks`) ONNX Runtime holds the probabilities of one. Where MKL's products are
-    slow it is the faster one then. Forward and backward, of PyTorch's time, which is eager's: 600, 1024, 2048 and 4096 queries 64 wide 0.65, 0.70,
-    0.70, 0.67, causal 0.64, 0.64, 0.70, 0.70; 768 queries 8, 16, 32, 128 and 256 wide 0.64, 0.94, 0.71, 0.58, 0.62, causal 0.53, 0.81, 0.69, 0.48,
-    0.49; in bfloat16, with instructions for it, 0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4; of symbolic numbers,
-    cut at run time, 1024 queries 0.75, causal 0.67 (AMD EPYC of family 26).
+    In blocks of rows (`row_blocks`) ONNX Runtime holds the probabilities of one. Where MKL's products are slow it is the faster one then. Forward and
+    backward, of PyTorch's time, which is eager's: 600, 1024, 2048 and 4096 queries 64 wide 0.65, 0.70, 0.70, 0.67, causal 0.64, 0.64, 0.70, 0.70; 768
+    queries 8, 16, 32, 128 and 256 wide 0.64, 0.94, 0.71, 0.58, 0.62, causal 0.53, 0.81, 0.69, 0.48, 0.49; in bfloat16, with instructions for it,
+    0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4; 1024 queries of a symbolic number 0.75, causal 0.67 (AMD EPYC of family 26).
 
     On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at
     64, 128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01,

@@ -11,12 +11,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.attention_choice import row_blocks
+from ort_backend.lowering.attention_blocks import Cuts, add_seen, cut, cuts_of, joined, known_cuts, seen
 from ort_backend.lowering.constants import constant, int64s
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.symbolic import example
 
 aten = torch.ops.aten
 
@@ -64,87 +63,6 @@ def _with_heads(op: Any, tensor: ir.Value, like: ir.Value) -> ir.Value:
     return typed(op.Reshape(tensor, size), tensor.dtype, [tensor.shape[0], heads, None, width])  # type: ignore[index]
 
 
-def known_ends(length: Any, keys: Any) -> list[int]:
-    """Where the blocks of rows of a causal attention end; none of them: it has one block, or no known number of queries."""
-    if not isinstance(length, int) or length != keys:
-        return []
-    count = row_blocks(length, length, is_causal=True)
-    return [length * (i + 1) // count for i in range(count)] if count > 1 else []
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cuts:
-    """Where rows are cut into blocks.
-
-    Attributes:
-        ends: Of each block, where they are known.
-        at: The same in the graph, int64: (1,) each.
-        sizes: Of all blocks: (blocks,)
-    """
-
-    ends: Sequence[int | None]
-    at: Sequence[ir.Value]
-    sizes: ir.Value
-
-
-def _cuts(op: Any, query: ir.Value, key: ir.Value, is_causal: bool, attn_mask: ir.Value | None) -> _Cuts | None:
-    """None for one block."""
-    length, keys = query.shape[2], key.shape[2]  # type: ignore[index]
-    if is_causal and (attn_mask is not None or length != keys):
-        return None
-    hints = op.builder.root.hints
-    example_length = example(length, hints)
-    count = row_blocks(example_length, example(keys, hints), is_causal)
-    if count == 1 or (example_length <= 512 and not isinstance(length, int)):  # cuts of unknown rows cost as much as fewer products gain
-        return None
-    if isinstance(length, int):
-        return _known_cuts(op, [length * (i + 1) // count for i in range(count)])
-    rows, of = op.Shape(query, start=2, end=3), int64s(op, [count])
-    steps = op.Div(op.Mul(rows, int64s(op, range(count + 1))), of)
-    at = op.Split(steps, int64s(op, [1] * (count + 1)), axis=0, _outputs=count + 1)
-    starts, ends = (op.Slice(steps, int64s(op, [first]), int64s(op, [first + count])) for first in (0, 1))
-    return _Cuts([None] * count, at[1:], op.Sub(ends, starts))
-
-
-def _known_cuts(op: Any, ends: Sequence[int]) -> _Cuts | None:
-    return _Cuts(ends, [int64s(op, [end]) for end in ends], int64s(op, np.diff(ends, prepend=0).tolist())) if ends else None
-
-
-def _blocks_of_rows(op: Any, tensor: ir.Value, cuts: _Cuts | None) -> list[ir.Value]:
-    """(..., rows, width) cut; in one where there are no cuts."""
-    if cuts is None:
-        return [tensor]
-    sizes = [None if end is None or start is None else end - start for start, end in zip([0, *cuts.ends], cuts.ends)]
-    parts = op.Split(tensor, cuts.sizes, axis=-2, _outputs=len(sizes))
-    return [typed(part, tensor.dtype, [*tensor.shape[:-2], size, tensor.shape[-1]]) for part, size in zip(parts, sizes)]  # type: ignore[index]
-
-
-def _rows_up_to(op: Any, tensor: ir.Value, cuts: _Cuts | None) -> list[ir.Value]:
-    """The rows of (N, H, rows, width) in front of each cut, and all: what the queries of each block of a causal attention see."""
-    if cuts is None:
-        return [tensor]
-    starts, axes = int64s(op, [0]), int64s(op, [2])
-    parts = [op.Slice(tensor, starts, end, axes) for end in cuts.at[:-1]]
-    shapes = [[*tensor.shape[:2], end, tensor.shape[3]] for end in cuts.ends]  # type: ignore[index]
-    return [*(typed(part, tensor.dtype, shape) for part, shape in zip(parts, shapes)), tensor]
-
-
-def _joined(op: Any, parts: list[ir.Value]) -> ir.Value:
-    """The inverse of `_blocks_of_rows`."""
-    return parts[0] if len(parts) == 1 else op.Concat(*parts, axis=2)
-
-
-def _add(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
-    return typed(op.Add(total, part), total.dtype, total.shape)
-
-
-def _add_to_first_rows(op: Any, total: ir.Value, part: ir.Value) -> ir.Value:
-    """`total` with `part` added to its first rows, of which there are fewer."""
-    rows, all_rows = op.Shape(part, start=2, end=3), op.Shape(total, start=2, end=3)
-    first, rest = op.Split(total, op.Concat(rows, op.Sub(all_rows, rows), axis=0), axis=2, _outputs=2)
-    return typed(op.Concat(op.Add(first, part), rest, axis=2), total.dtype, total.shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Block:
     """Queries and what they attend to.
@@ -152,7 +70,7 @@ class _Block:
     Attributes:
         first: The number of the first query, int64: (1,).
         query: (N, H, rows, width)
-        key: (N, H or a part of them, S, width), causal attention's no further than the last query.
+        key: (N, H or a part of them, S, width), no further than the last query where that is all it sees.
         value: Likewise.
         mask: What is added to the scores: (N or 1, H or 1, rows or 1, S).
         alive: See `_alive_rows`.
@@ -166,19 +84,15 @@ class _Block:
     alive: ir.Value | None
 
 
-def _blocks(
-    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, is_causal: bool, attn_mask: ir.Value | None, cuts: _Cuts | None
-) -> list[_Block]:
-    queries = _blocks_of_rows(op, query, cuts)
-    keys, values = (_rows_up_to(op, one, cuts) if is_causal else [one] * len(queries) for one in (key, value))
+def _blocks(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, attn_mask: ir.Value | None, cuts: Cuts | None) -> list[_Block]:
+    queries = cut(op, query, cuts)
     masks: list[ir.Value] | list[None] = [None] * len(queries)
     alives: list[ir.Value] | list[None] = masks
     if attn_mask is not None:
-        mask, alive = _alive_rows(op, attn_mask)
         is_cut = attn_mask.shape[-2] != 1  # type: ignore[index]
-        masks, alives = (_blocks_of_rows(op, one, cuts) if is_cut else [one] * len(queries) for one in (mask, alive))
+        masks, alives = (cut(op, one, cuts) if is_cut else [one] * len(queries) for one in _alive_rows(op, attn_mask))
     firsts = [int64s(op, [0]), *(cuts.at[:-1] if cuts is not None else ())]
-    return [_Block(*one) for one in zip(firsts, queries, keys, values, masks, alives, strict=True)]
+    return [_Block(*one) for one in zip(firsts, queries, seen(op, key, cuts), seen(op, value, cuts), masks, alives, strict=True)]
 
 
 def _scores(op: Any, block: _Block, is_causal: bool, scale: float, fused: bool) -> ir.Value:
@@ -286,14 +200,14 @@ def _forward(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, dropout_p
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
-    cuts = _cuts(op, query, key, is_causal, mask)
+    cuts = cuts_of(op, query, key, is_causal and mask is None)
     outs, sums = [], []
-    for block in _blocks(op, query, key, value, is_causal, mask, cuts):
+    for block in _blocks(op, query, key, value, mask, cuts):
         scores = _scores(op, block, is_causal, _scale(query, scale), fused)
         probabilities = _softmax(op, scores)
         outs.append(_output(op, probabilities, block, fused))
         sums.append(_where_alive(op, block.alive, _log_sum_exp(op, scores, probabilities)))  # read where the backward is not ours
-    return _joined(op, outs), op.Squeeze(_joined(op, sums), int64s(op, [-1]))
+    return joined(op, outs), op.Squeeze(joined(op, sums), int64s(op, [-1]))
 
 
 def _backward(
@@ -313,13 +227,13 @@ def _backward(
         raise Unsupported("dropout inside attention")
     if fused and query.dtype == ir.DataType.DOUBLE:
         raise Unsupported("FusedMatMul has a float32 scale")
-    cuts = _cuts(op, query, key, is_causal, mask)
+    cuts = cuts_of(op, query, key, is_causal and mask is None)
     key, value = _later(op, grad_out, key, value, cuts)
-    blocks = _blocks(op, query, key, value, is_causal, mask, cuts)
+    blocks = _blocks(op, query, key, value, mask, cuts)
     return _gradients(op, grad_out, blocks, None, is_causal, _scale(query, scale), fused, cuts)
 
 
-def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, cuts: _Cuts | None) -> tuple[ir.Value, ir.Value]:
+def _later(op: Any, grad_out: ir.Value, key: ir.Value, value: ir.Value, cuts: Cuts | None) -> tuple[ir.Value, ir.Value]:
     """Key and value, out of whose rows ONNX Runtime makes those of the blocks again: it would keep the forward's."""
     if cuts is None:
         return key, value
@@ -334,7 +248,7 @@ def _gradients(
     is_causal: bool,
     factor: float,
     fused: bool,
-    cuts: _Cuts | None,
+    cuts: Cuts | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """(gradients of query, key, value), block after block, the last, which is causal attention's largest, first.
 
@@ -342,15 +256,13 @@ def _gradients(
         kept: The probabilities of each block; None: computed again, those of one at a time.
     """
     grad_query, grad_key, grad_value = list[ir.Value](), None, None
-    for i, (block, grad) in reversed(list(enumerate(zip(blocks, _blocks_of_rows(op, grad_out, cuts), strict=True)))):
+    for i, (block, grad) in reversed(list(enumerate(zip(blocks, cut(op, grad_out, cuts), strict=True)))):
         probabilities = _softmax(op, _scores(op, block, is_causal, factor, fused)) if kept is None else kept[i]
         by_query, by_key, by_value = _gradients_of_block(op, grad, block, probabilities, factor, fused)
         grad_query.insert(0, by_query)
-        add = _add_to_first_rows if is_causal else _add
-        grad_key = by_key if grad_key is None else add(op, grad_key, by_key)
-        grad_value = by_value if grad_value is None else add(op, grad_value, by_value)
+        grad_key, grad_value = add_seen(op, grad_key, by_key, cuts), add_seen(op, grad_value, by_value, cuts)
     assert grad_key is not None and grad_value is not None
-    return _joined(op, grad_query), grad_key, grad_value
+    return joined(op, grad_query), grad_key, grad_value
 
 
 def _gradients_of_block(
@@ -422,14 +334,14 @@ def attention(op, query, key, value, is_causal, attn_mask, scale, bounded, ends)
     """ort_training::attention(Tensor query, Tensor key, Tensor value, bool is_causal, Tensor? attn_mask, float? scale, bool bounded,
     int[] ends) -> Tensor[]: the result, and the probabilities of each block of rows
 
-    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `known_ends`) are for causal attention without
+    `passes.probabilities` writes it. `bounded` (see `_softmax`) and `ends` (see `attention_blocks.causal_ends`) are for causal attention without
     another mask.
     """
-    blocks = _blocks(op, query, key, value, is_causal, attn_mask, _known_cuts(op, ends))
+    blocks = _blocks(op, query, key, value, attn_mask, known_cuts(op, ends, cuts_keys=True))
     scores = [_scores(op, one, is_causal, _scale(query, scale), True) for one in blocks]
     probabilities = [_softmax(op, one, bounded=bounded, first=block.first) for one, block in zip(scores, blocks)]
     outs = [_output(op, one, block, True) for one, block in zip(probabilities, blocks)]
-    return [_joined(op, outs), *probabilities]
+    return [joined(op, outs), *probabilities]
 
 
 @register(ATTENTION_BACKWARD, requires=(*_FUSED, "com.microsoft::SoftmaxGrad_13"))
@@ -439,7 +351,7 @@ def attention_backward(op, grad_out, query, key, value, probabilities, attn_mask
 
     `passes.probabilities` writes it.
     """
-    cuts = _known_cuts(op, ends)
+    cuts = known_cuts(op, ends, cuts_keys=True)
     key, value = _later(op, grad_out, key, value, cuts)
-    blocks = _blocks(op, query, key, value, cuts is not None, attn_mask, cuts)
-    return _gradients(op, grad_out, blocks, probabilities, cuts is not None, _scale(query, scale), True, cuts)
+    blocks = _blocks(op, query, key, value, attn_mask, cuts)
+    return _gradients(op, grad_out, blocks, probabilities, False, _scale(query, scale), True, cuts)

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
+from ort_backend.lowering.attention_blocks import causal_ends
 from ort_backend.lowering.attention_choice import bounds_scores, few_probabilities
 from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
 from ort_backend.lowering.kernel_choice import faster_in_pytorch
-from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused, known_ends
+from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.target import OrtTarget
@@ -99,7 +100,7 @@ def _replace(graph: fx.Graph, forward: fx.Node, backwards: list[fx.Node], target
     query, key, value, mask, scale = (given[name] for name in ("query", "key", "value", "attn_mask", "scale"))
     is_plainly_causal = given["is_causal"] and mask is None
     bounded = bounds_scores(target) and is_plainly_causal
-    ends = known_ends(query.meta["val"].shape[-2], key.meta["val"].shape[-2]) if is_plainly_causal else []
+    ends = causal_ends(query.meta["val"].shape[-2], key.meta["val"].shape[-2]) if is_plainly_causal else []
     arguments = (query, key, value, given["is_causal"], mask, scale, bounded, ends)
     fakes = [forward.meta["val"][0], *ATTENTION(*fx.map_arg(arguments, lambda node: node.meta["val"]))[1:]]
     with graph.inserting_before(forward):
