@@ -24,16 +24,20 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     """Why PyTorch's kernel runs attention, or its backward; None where ONNX Runtime's products and softmax do.
 
     ONNX Runtime's forward and backward hold the probabilities, queries x keys for each head, even where none are kept between them. Beyond 512
-    queries that is too much memory; PyTorch's fused kernels hold none. Below, PyTorch is the faster one for narrow heads: steps of a BERT of 512
-    tokens and of a ViT of 577 took, by ONNX Runtime up to 512 queries and in all backwards up to 1024, 1.02 to 1.11 of eager's time with heads 32
-    wide, by PyTorch 0.97 to 1.00; with heads 64 wide 0.98 to 1.01 and 0.99 to 1.00. Alone, and 16 wide, 384 queries took 1.54 and 1.12, 256 1.28
-    and 1.17. For a width of 8 PyTorch's backward was the slower one, 1.02 to 0.94 (AMD EPYC of family 25). In bfloat16 with instructions for it,
-    PyTorch's backward was the faster one for 640 to 1024 queries 8 to 64 wide, too, all of them at once.
+    queries that is too much memory; PyTorch's fused kernels hold none. Below, PyTorch is the faster one for narrow heads: a step of three layers
+    with 8 heads took by PyTorch, of the time by ONNX Runtime, 16 wide at 64, 128, 192, 256 and 320 queries 1.09, 0.99, 0.90, 0.85, 0.74; 24 wide at
+    128, 192, 256 1.01, 0.96, 0.91; 32 wide at 128, 192, 256, 320 1.00, 0.97, 0.95, 0.90; 48 wide at 256, 320, 384 0.91, 0.96, 0.96; causal 16 and 32
+    wide at 512 1.10 and 1.05 (AMD EPYC of family 25, model 17). Steps of a BERT of 512 tokens and of a ViT of 577 with heads 64 wide took by both
+    0.98 to 1.01 of eager's.
 
     In blocks of rows (`row_blocks`) ONNX Runtime holds the probabilities of one. Where MKL's products are slow it is the faster one then. Forward and
     backward, of PyTorch's time, which is eager's: 600, 1024, 2048 and 4096 queries 64 wide 0.65, 0.70, 0.70, 0.67, causal 0.64, 0.64, 0.70, 0.70; 768
     queries 8, 16, 32, 128 and 256 wide 0.64, 0.94, 0.71, 0.58, 0.62, causal 0.53, 0.81, 0.69, 0.48, 0.49; in bfloat16, with instructions for it,
     0.85, causal 0.78; in float16 0.1; in float64 1.6 and 1.4; 1024 queries of a symbolic number 0.75, causal 0.67 (AMD EPYC of family 26).
+
+    Where they are not, PyTorch's is the faster one: 600, 1024, 2048 and 4096 queries 64 wide took in blocks 0.90, 1.14, 1.15, 1.13 of its time,
+    causal 0.81, 0.98, 1.13, 1.17, 768 queries 16 to 256 wide 1.00 to 1.14, causal 0.87 to 0.94, 1024 in bfloat16 1.36 and 1.20. But heads 8 wide took
+    0.62, 0.69, 0.78, 0.77 (causal 0.48, 0.61, 0.77, 0.79), and float16 0.12 to 0.26 for heads 16 to 128 wide (family 25, model 17).
 
     On a processor of Intel's, whose exponentials PyTorch computes 16 at once, steps of two layers took by PyTorch, of the time by ONNX Runtime, at
     64, 128, 256 and 384 queries: with heads 16 wide 0.90, 0.80, 0.70, 0.67; 32 wide 0.99, 0.91, 0.83, 0.78, causal 0.94, 0.80, 0.71; 64 wide 1.01,
@@ -44,19 +48,16 @@ def long_attention(node: fx.Node, target: OrtTarget) -> str | None:
     length, keys, width = (one if isinstance(one, int) else one.node.hint for one in (query.shape[-2], key.shape[-2], query.shape[-1]))
     if length is None or keys is None:
         return None
-    in_bfloat16, in_blocks = query.dtype is torch.bfloat16 and target.bfloat16_products, given["is_causal"]
-    is_double = query.dtype is torch.float64
-    if target.mkl and query.dtype is torch.float32 and length <= 512:
-        least = 64 if width is not None and width < 64 else 128 if in_blocks else 256
+    is_tiny, is_narrow = width is not None and width < 16, width is not None and width < 64
+    is_slow = query.dtype is torch.float16 or (is_tiny and not (query.dtype is torch.bfloat16 and target.bfloat16_products))
+    in_blocks = (target.slow_mkl or (is_slow and not target.mkl)) and query.dtype is not torch.float64
+    if query.dtype is torch.float32 and length <= 512:
+        if target.mkl:
+            least = 64 if is_narrow else 128 if given["is_causal"] else 256
+        else:
+            least = min(8 * width, 256) if is_narrow and not (in_blocks or is_tiny or given["is_causal"]) else 513
         return "PyTorch's kernel is faster at this size on this processor" if min(length, keys) >= least else None
-    if target.slow_mkl and not is_double:
-        by_pytorch = length > _LONGEST
-    elif (target.slow_mkl or (width is not None and width < 16)) and not (in_bfloat16 or in_blocks or is_double):
-        by_pytorch = length > (512 if node.target is ATTENTION else 1024)
-    else:
-        is_narrow = width is not None and width < 64 and query.dtype is torch.float32
-        by_pytorch = length > 512 or (is_narrow and min(length, keys) >= 384 and not in_blocks)
-    return f"{length} x {keys} probabilities are too many to keep" if by_pytorch else None
+    return f"{length} x {keys} probabilities are too many to keep" if length > (_LONGEST if in_blocks else 512) else None
 
 
 def few_probabilities(length: int | torch.SymInt, keys: int | torch.SymInt, width: int) -> bool:
@@ -77,7 +78,8 @@ def row_blocks(length: int, keys: int, is_causal: bool) -> int:
     The queries of a block of a causal attention see the keys up to its end, so that of two blocks a quarter of all products and of the softmax falls
     away, of four three eighths, against some copies. Forward and backward on ONNX Runtime, of the time in one block: in two 0.77 for 256 queries 64
     wide (24 heads of a batch), 0.86 for 128 (32 heads), 0.92 (12 heads), 0.98 for 64 queries 32 wide; for 512 queries 0.77, in four 0.69; for 256 in
-    four 0.75, for 128 in four 0.90 (AMD EPYC of family 25, model 17).
+    four 0.75, for 128 in four 0.90. A step of three layers with 8 heads, causal, took in four, of its time in two, at 256, 320, 384 and 448 queries
+    0.93, 0.90, 0.90, 0.88 with heads 16 wide, 1.01, 0.96, 0.94, 0.94 32 wide, 1.00, 0.99, 1.00, 1.00 64 wide (AMD EPYC of family 25, model 17).
 
     Of more than 512 queries a block has 256 rows, or, of fewer than 1024 keys, as many probabilities as 256 x 1024; one takes the memory of another.
     A step of attention of 1024 queries to as many keys (24 heads 64 wide) took 204 ms in one block and 200 to 209 in two, four or eight, and 455,
@@ -92,7 +94,7 @@ def row_blocks(length: int, keys: int, is_causal: bool) -> int:
         How many, 1 for all rows at once.
     """
     count = 1 if length <= 512 else math.ceil(length * min(keys, 1024) / (256 * 1024))
-    return max(count, 1 if not is_causal or length < 128 else 2 if length < 512 else 4)
+    return max(count, 1 if not is_causal or length < 128 else 2 if length < 320 else 4)
 
 
 def bounds_scores(target: OrtTarget) -> bool:
