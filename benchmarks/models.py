@@ -291,7 +291,7 @@ _ALL = (
     Workload("resnet50", "4 images of 112 x 112", resnet50, learning_rate=1e-4),
     Workload("convnext", "Tiny, 2 images of 112 x 112", convnext),
     Workload("lstm", "1 layer, d = 256, 16 x 32 tokens", lstm, allow_rnn=True),
-    Workload("dlrm", "8 tables of 10,000 x 32, batch 512", dlrm, quick=True),
+    Workload("dlrm", "8 tables of 10,000 x 32, batch 512", dlrm, quick=True, learning_rate=1e-3),
     Workload("unet", "32 to 128 channels, 2 images of 64 x 64", unet),
     Workload("test", "a few weights, for the tests of this suite", lambda: mlp(16, 1, 4)),
 )
