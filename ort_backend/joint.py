@@ -26,6 +26,7 @@ from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
+from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -154,6 +155,7 @@ def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
+    gather_parts(graph)
 
 
 def lower_inference(

@@ -30,6 +30,7 @@ from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
 from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
+from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
@@ -95,6 +96,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
+    gather_parts(graph)
     join_writes(graph, target)
     divide_tall_products(graph, target)
     if not strict:
