@@ -84,8 +84,20 @@ def _many(x: Tensor) -> Tensor:
     return total
 
 
+def _not_the_first(x: Tensor) -> Tensor:
+    return x[1].exp() * x[2]
+
+
+def _two_runs(x: Tensor) -> Tensor:
+    return x[..., 0].exp() * x[..., 1] + x[..., 3:5].sin().sum(2) * x[..., 5] + x.sum(2)
+
+
 def _a_gap(x: Tensor) -> Tensor:
     return x[0].exp() * x[2]
+
+
+def _nested(x: Tensor) -> Tensor:
+    return x[..., :4].exp().sum() + x[..., :2].sin().sum()
 
 
 def _overlapping(x: Tensor) -> Tensor:
@@ -100,7 +112,7 @@ def _every_other(x: Tensor) -> Tensor:
     "function, count",
     [
         (_all, 1), (_halves, 1), (_from_the_end, 1), (_one_of_them_twice, 1), (_the_whole_as_well, 1), (_places_and_a_slice, 1), (_two_dimensions, 1),
-        (_a_gap, 0), (_overlapping, 0), (_every_other, 0),
+        (_not_the_first, 1), (_two_runs, 1), (_a_gap, 0), (_overlapping, 0), (_nested, 0), (_every_other, 0),
     ],
 )  # fmt: skip
 def test_the_gradients_are_eager_s(function: Callable[[Tensor], Tensor], count: int, gathered: list[int]) -> None:
@@ -114,7 +126,7 @@ def test_parts_by_the_hundred(gathered: list[int]) -> None:
     assert sum(gathered) == 1
 
 
-@pytest.mark.parametrize("size, count", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("size, count", [(2, 1), (3, 1)])
 def test_a_sum_that_is_read_twice_is_one_by_itself(size: int, count: int) -> None:
     def add(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         first, second, third = (aten.select_backward(one, [size, 4], 0, place) for one, place in ((a, 0), (b, 1), (c, size - 1)))
@@ -129,8 +141,9 @@ def test_a_sum_that_is_read_twice_is_one_by_itself(size: int, count: int) -> Non
     torch.testing.assert_close(traced(*tensors), expected)
 
 
-def test_sizes_that_change(gathered: list[int]) -> None:
-    net = Net(_halves)
+@pytest.mark.parametrize("function", [_halves, _two_runs])
+def test_sizes_that_change(function: Callable[[Tensor], Tensor], gathered: list[int]) -> None:
+    net = Net(function)
     torch._dynamo.reset()
     compiled = torch.compile(net, backend="ort_training", dynamic=True)
     for rows in (3, 5, 2):
