@@ -55,7 +55,7 @@ def install(is_ours: Callable[[Any], bool], default: Callable[[Any], str]) -> bo
 
     @functools.wraps(original)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        backend, options = _innermost(getattr(tx.output, "compiler_fn", None))
+        backend, options = innermost(getattr(tx.output, "compiler_fn", None))
         if not is_ours(backend):
             return original(self, tx, args, kwargs)
         made = _opaque(self, tx, args, kwargs) if default(options) == "opaque" else None
@@ -77,7 +77,7 @@ def is_compiling(is_ours: Callable[[Any], bool]) -> bool:
         tx = InstructionTranslator.current_tx()
     except AttributeError:  # it is not tracing
         return False
-    return is_ours(_innermost(getattr(tx.output, "compiler_fn", None))[0])
+    return is_ours(innermost(getattr(tx.output, "compiler_fn", None))[0])
 
 
 def uninstall() -> None:
@@ -101,7 +101,7 @@ def _count_inlined() -> None:
         context.ort_inlined_functions = getattr(context, "ort_inlined_functions", 0) + 1
 
 
-def _innermost(backend: Any) -> tuple[Any, Any]:
+def innermost(backend: Any) -> tuple[Any, Any]:
     """The function behind the wrappers of `torch.compile`, `functools.partial` and Dynamo, and the options that they hand it."""
     options = None
     for _ in range(20):

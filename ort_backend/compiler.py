@@ -16,7 +16,7 @@ from functorch.compile import aot_module_simplified
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend import aot_metadata, compile_cache, compiled_autograd, debug, direct_call, graph_report, traced_graph
+from ort_backend import aot_metadata, compile_cache, compiled_autograd, debug, direct_call, garbage, graph_report, traced_graph
 from ort_backend.callables import Boxed, boxed, eager_where, in_forward_mode, watched
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
@@ -397,3 +397,4 @@ def _autograd_functions(options: Any) -> str:
 # torch.compile imports this module when it is told the backend's name, before it traces anything.
 HAS_HOOK = dynamo_hook.install(lambda backend: backend is ort_training, _autograd_functions)
 recurrent_layers.keep_whole_in_dynamo(lambda: dynamo_hook.is_compiling(lambda backend: backend is ort_training))
+garbage.waits_while_compiling(lambda backend: dynamo_hook.innermost(backend)[0] is ort_training)
