@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import os
 import subprocess
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda`: every tensor that a test makes without saying where is on the CUDA device, and so is what is compiled."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests make their tensors (default: cpu)")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="of the tests of operators (tests/ops), run every Nth")
     parser.addoption("--compile-cache", metavar="DIRECTORY", help="let PyTorch keep compiled graphs there; run twice, the second run reads them")
 
 
@@ -81,7 +83,10 @@ def _fresh_torch() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what is marked `cuda` where there is no CUDA device, and what is marked `cpu_only` where tests make their tensors on one."""
+    """Skips what is marked `cuda` where there is no CUDA device, and what is marked `cpu_only` where tests make their tensors on one.
+
+    Under `--every N` leaves out tests of operators: of the parameters of one test every Nth stays, beginning with the first.
+    """
     lacks_cuda, on_cuda = not torch.cuda.is_available(), config.getoption("--device") == "cuda"
     for item in items:
         if lacks_cuda and item.get_closest_marker("cuda"):
@@ -89,6 +94,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         only = item.get_closest_marker("cpu_only")
         if on_cuda and only is not None:
             item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {only.kwargs['reason']}"))
+    if (every := config.getoption("--every")) > 1:
+        counted: collections.Counter[str] = collections.Counter()
+        left = [item for item in items if _is_left_out(item, every, counted)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def _is_left_out(item: pytest.Item, every: int, counted: collections.Counter[str]) -> bool:
+    name = item.nodeid.partition("[")[0]
+    counted[name] += 1
+    return "tests/ops/" in name and (counted[name] - 1) % every != 0
 
 
 @pytest.fixture

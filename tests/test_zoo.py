@@ -43,7 +43,8 @@ FAMILIES = {
 CHEAP = ("mlp", "vae", "residual", "rnn", "attention_masked", "graph_attention", "double_dqn", "deep_fm", "in_place", "mlp_bf16", "opt")
 PYTHON_OPS = dict.fromkeys(CHEAP, 0)
 # The slowest to compile, with others of their kind beside them: `python -m benchmarks.zoo` runs them, with either package.
-SLOW = {"autoformer", "informer", "cvt", "segformer", "levit", "mobilenet_v2", "swinv2", "mamba", "hubert"}
+SLOW = {"autoformer", "informer", "cvt", "segformer", "levit", "mobilenet_v1", "mobilenet_v2", "regnet", "swinv2"}
+SLOW |= {"mamba", "hubert", "wav2vec2", "time_series_transformer", "vilt"}
 # Without training kernels every other workload runs here, its first size: each compiles to sessions of its own there.
 PLAIN = () if capabilities.has_training() else tuple(name for name in WORKLOADS if name not in SLOW)
 
