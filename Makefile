@@ -10,8 +10,8 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
-# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators (of the parameters of each test every second), the zoo (less its
-# slowest) at one size. Left out is what takes long and does not depend on the package. `make test-plain EVERY=1` runs all tests of operators.
+# What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is
+# what takes long and does not depend on the package. Of the parameters of tests of operators a part runs, to keep CI short: `make test EVERY=1` runs all.
 EVERY ?= 2
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
 	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py tests/lowering/test_activation.py \
@@ -20,7 +20,7 @@ PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function te
 	--deselect=tests/behaviours/test_dumps.py::test_the_repro_script_runs[dynamic] --deselect=tests/ops/test_supported.py::test_it_is_a_command \
 	--deselect=tests/autograd_function/test_lifetimes.py::test_five_hundred_steps_are_flat[False] \
 	--deselect=tests/autograd_function/test_processes.py::test_two_processes[unknown_shapes] \
-	--deselect=tests/autograd_function/test_processes.py::test_two_processes[fsdp] --every $(EVERY)
+	--deselect=tests/autograd_function/test_processes.py::test_two_processes[fsdp] --every $(EVERY):tests/ops
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
@@ -43,7 +43,7 @@ gpu-check: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/installed-dev
 test: test-plain test-training
 
 test-training: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal --every $(EVERY):tests/ops/test_opinfo.py --every $(EVERY):tests/lowering/test_recurrent.py $(ARGS)
 
 test-plain: $(PLAIN)/installed
 	$(PLAIN)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PLAIN_TESTS)

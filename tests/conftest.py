@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,7 +27,9 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--device cuda`: every tensor that a test makes without saying where is on the CUDA device, and so is what is compiled."""
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where tests make their tensors (default: cpu)")
-    parser.addoption("--every", type=int, default=1, metavar="N", help="of the tests of operators (tests/ops), run every Nth")
+    parser.addoption(
+        "--every", action="append", default=[], metavar="N:PATH", help="of the tests under PATH, run the first of each and an Nth of the others"
+    )
     parser.addoption("--compile-cache", metavar="DIRECTORY", help="let PyTorch keep compiled graphs there; run twice, the second run reads them")
 
 
@@ -85,7 +87,7 @@ def _fresh_torch() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what is marked `cuda` where there is no CUDA device, and what is marked `cpu_only` where tests make their tensors on one.
 
-    Under `--every N` leaves out tests of operators: of the parameters of one test every Nth stays, beginning with the first.
+    Under `--every N:PATH` of the parameters of each test there the first stays, and about every Nth of the others, the same ones in each run.
     """
     lacks_cuda, on_cuda = not torch.cuda.is_available(), config.getoption("--device") == "cuda"
     for item in items:
@@ -94,17 +96,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         only = item.get_closest_marker("cpu_only")
         if on_cuda and only is not None:
             item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {only.kwargs['reason']}"))
-    if (every := config.getoption("--every")) > 1:
-        counted: collections.Counter[str] = collections.Counter()
-        left = [item for item in items if _is_left_out(item, every, counted)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+    for every, path in (one.split(":", 1) for one in config.getoption("--every")):
+        seen: set[str] = set()
+        left = {item for item in items if item.nodeid.startswith(path) and _is_left_out(item.nodeid, int(every), seen)}
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
 
 
-def _is_left_out(item: pytest.Item, every: int, counted: collections.Counter[str]) -> bool:
-    name = item.nodeid.partition("[")[0]
-    counted[name] += 1
-    return "tests/ops/" in name and (counted[name] - 1) % every != 0
+def _is_left_out(test: str, every: int, seen: set[str]) -> bool:
+    name = test.partition("[")[0]
+    first = name not in seen
+    seen.add(name)
+    return not first and zlib.crc32(test.encode()) % every != 0  # not by its place: parameters are products, and the last one has two values often
 
 
 @pytest.fixture
