@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._dynamo import convert_frame
 
 
 def waits_while_compiling(is_ours: Callable[[Any], bool]) -> None:
-    """Makes it so, once, where this torch has the function that compiles a frame (read in torch 2.11 to 2.15).
+    """Makes it so, once, where this torch has the function that compiles a frame and is told the backend (read in 2.13).
 
     Args:
         is_ours: Whether what Dynamo compiles with is this backend.
@@ -24,13 +25,18 @@ def waits_while_compiling(is_ours: Callable[[Any], bool]) -> None:
     original = getattr(convert_frame, "_compile", None)
     if original is None or hasattr(original, "ort_training_original"):
         return
+    parameters = list(inspect.signature(original).parameters)
+    if "compiler_fn" not in parameters:
+        return
+    place = parameters.index("compiler_fn")
 
     @functools.wraps(original)
-    def compile_frame(code: Any, globals: Any, locals: Any, builtins: Any, closure: Any, compiler_fn: Any, *rest: Any, **options: Any) -> Any:
+    def compile_frame(*args: Any, **options: Any) -> Any:
         if "skip" in options:  # frames of Python above Dynamo's own, which its trace leaves out
             options["skip"] += 1
-        with waiting() if is_ours(compiler_fn) else contextlib.nullcontext():
-            return original(code, globals, locals, builtins, closure, compiler_fn, *rest, **options)
+        backend = args[place] if place < len(args) else options.get("compiler_fn")
+        with waiting() if is_ours(backend) else contextlib.nullcontext():
+            return original(*args, **options)
 
     compile_frame.ort_training_original = original  # type: ignore[attr-defined]
     convert_frame._compile = compile_frame
