@@ -10,9 +10,11 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
+# Of the parameters of the tests of operators and of their lowerings a part runs, to keep CI short: `make test EVERY=1` runs all.
+EVERY ?= 3
+SAMPLED = --every $(EVERY):tests/ops --every $(EVERY):tests/lowering
 # What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is
-# what takes long and does not depend on the package. Of the parameters of tests of operators a part runs, to keep CI short: `make test EVERY=1` runs all.
-EVERY ?= 2
+# what takes long and does not depend on the package.
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
 	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py tests/lowering/test_activation.py \
 	tests/lowering/test_written_activations.py tests/lowering/test_written_attention.py \
@@ -20,7 +22,8 @@ PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function te
 	--deselect=tests/behaviours/test_dumps.py::test_the_repro_script_runs[dynamic] --deselect=tests/ops/test_supported.py::test_it_is_a_command \
 	--deselect=tests/autograd_function/test_lifetimes.py::test_five_hundred_steps_are_flat[False] \
 	--deselect=tests/autograd_function/test_processes.py::test_two_processes[unknown_shapes] \
-	--deselect=tests/autograd_function/test_processes.py::test_two_processes[fsdp] --every $(EVERY):tests/ops
+	--deselect=tests/autograd_function/test_processes.py::test_two_processes[fsdp] \
+	$(SAMPLED) --every $(EVERY):tests/behaviours --every $(EVERY):tests/autograd_function
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
@@ -43,7 +46,7 @@ gpu-check: $(if $(filter $(VENV)/bin/python,$(PYTHON_GPU)),$(VENV)/installed-dev
 test: test-plain test-training
 
 test-training: $(VENV)/installed-dev
-	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal --every $(EVERY):tests/ops/test_opinfo.py --every $(EVERY):tests/lowering/test_recurrent.py $(ARGS)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist worksteal $(SAMPLED) $(ARGS)
 
 test-plain: $(PLAIN)/installed
 	$(PLAIN)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PLAIN_TESTS)
@@ -64,8 +67,9 @@ clean:
 	rm -rf $(VENV) $(PLAIN) build dist out
 
 # A stamp for each set of extras: `installed-examples` holds what `make train` needs, `installed-dev` everything.
+# pip would compile every file of every package: what tests import, Python compiles itself.
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[$*]'
+	$(VENV)/bin/python -m pip install $(if $(filter dev,$*),--no-compile) --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 $(VENV)/bin/python:
@@ -75,6 +79,6 @@ $(VENV)/bin/python:
 PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(PLAIN)/installed: constraints-plain.txt $(VENV)/installed-dev
 	$(PYTHON) -m venv $(PLAIN)
-	$(PLAIN)/bin/python -m pip install --no-deps --requirement constraints-plain.txt
+	$(PLAIN)/bin/python -m pip install --no-compile --no-deps --requirement constraints-plain.txt
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python $(PURELIB))')" > "$$($(PLAIN)/bin/python $(PURELIB))/behind.pth"
 	touch $@
