@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,19 +40,32 @@ def from_carrier(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype)
 
 
-def arrived(tensor: torch.Tensor, dtype: torch.dtype, order: Order) -> torch.Tensor:
-    """The tensor of which another is the carrier, whose dimensions come in this order."""
-    value = from_carrier(tensor, dtype)
-    return value if order is None else value.permute(inverse(order))
+def arrival(dtype: torch.dtype, order: Order) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes a tensor of this dtype of its carrier, whose dimensions come in this order; None where the carrier is the tensor."""
+    if order is None:
+        return None if dtype in AS_THEY_ARE else functools.partial(from_carrier, dtype=dtype)
+    permute = operator.methodcaller("permute", inverse(order))
+    return permute if dtype in AS_THEY_ARE else lambda tensor: permute(from_carrier(tensor, dtype))
+
+
+def departure(dtype: torch.dtype | None, order: Order) -> Callable[[Any], torch.Tensor]:
+    """What makes the carrier of a result that has this dtype if it is a tensor, its dimensions in this order."""
+    if dtype not in AS_THEY_ARE:
+        return lambda value: given(value, dtype, order)
+
+    def depart(value: Any) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return given(value, dtype, order)
+        carried = value if order is None else value.permute(order)
+        is_carrier = carried.dtype is dtype and carried.is_contiguous() and carried.numel() and not carried.is_neg()
+        return carried if is_carrier else given(value, dtype, order)
+
+    return depart
 
 
 def given(value: Any, dtype: torch.dtype | None, order: Order) -> torch.Tensor:
-    """The carrier of a result, also where it is a number or None."""
-    return as_given(as_tensor(value, dtype), order)
-
-
-def as_given(tensor: torch.Tensor, order: Order) -> torch.Tensor:
-    """The carrier of a result, its dimensions in this order: copies only what does not lie so in memory."""
+    """The carrier of a result, also where it is a number or None: copies only what does not lie in this order in memory."""
+    tensor = as_tensor(value, dtype)
     return to_carrier(tensor if order is None else tensor.permute(order))
 
 

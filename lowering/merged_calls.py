@@ -19,7 +19,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.carriers import arrived, given, number_of
+from ort_backend.lowering.carriers import arrival, given, number_of
 from ort_backend.lowering.dtypes import NATIVE
 from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.python_op import PythonCall, Recipe, Slot, callable_of, unique_name
@@ -203,7 +203,7 @@ class _Writer:
             return self.line(f"{self.constant(number_of)}({self.read(tensor)})")
         if slot.dtype in NATIVE and slot.dtype is not torch.bool:
             return self.read(_permuted(tensor, inverse(slot.order)) if slot.order is not None else tensor)
-        return self.line(f"{self.constant(arrived)}({self.read(tensor)}, {self.constant(slot.dtype)}, {slot.order})")
+        return self.line(f"{self.constant(arrival(slot.dtype, slot.order))}({self.read(tensor)})")
 
     def _argument(self, value: Any, given_as: Mapping[int, str]) -> str:
         if isinstance(value, Slot):

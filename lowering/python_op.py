@@ -16,7 +16,7 @@ import torch
 
 from ort_backend.lowering import dense_products, faster_calls, fused_attention
 from ort_backend.lowering.call_orders import Order, call_orders, laid_out, read_back
-from ort_backend.lowering.carriers import AS_THEY_ARE, arrived, as_given, as_tensor, number_of
+from ort_backend.lowering.carriers import AS_THEY_ARE, arrival, departure, number_of
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.device_kernels import FASTER_ON_DEVICE
 from ort_backend.lowering.dtypes import Carrier, carrier
@@ -44,9 +44,9 @@ class Slot:
     order: Order = None  # in which its dimensions arrive
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the tensor that arrives is the argument."""
-        return self.dtype in AS_THEY_ARE and self.order is None
+    def arrival(self) -> Callable[[torch.Tensor], Any] | None:
+        """What makes the argument of the tensor that arrives; None where that is the argument."""
+        return number_of if self.dtype is None else arrival(self.dtype, self.order)
 
 
 @dataclasses.dataclass
@@ -124,18 +124,20 @@ def make_call(
     workspace), and gives it with its dimensions in the order that `orders` has for it. On a device (`op_type`) no call takes memory for its result.
     """
     fill = _filler(spec, constants, slots)
-    wanted = [(i, value.dtype if isinstance(value, torch.Tensor) else None, orders[i]) for i, value in enumerate(results) if value is not None]
+    departures = [
+        (i, departure(value.dtype if isinstance(value, torch.Tensor) else None, orders[i])) for i, value in enumerate(results) if value is not None
+    ]
     is_fresh = _returns_new_memory(target)
     recipe = _recipe(target, spec, constants, slots, results, orders) if is_fresh else None
     if op_type != TRITON and len(results) == 1 and (into := into_given_memory(target, results[0])) is not None:
-        function = functools.partial(_run_into, into, fill, orders[0])
+        function = functools.partial(_run_into, into, fill, departures[0][1])
         return PythonCall(unique_name(title), title, function, allocates=True, recipe=recipe)
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = fill(tensors)
         result = target(*args, **kwargs)
         made = result if isinstance(result, (tuple, list)) else (result,)
-        carried = [as_given(as_tensor(made[i], dtype), order) for i, dtype, order in wanted]
+        carried = [depart(made[i]) for i, depart in departures]
         if is_fresh:
             return carried
         # ONNX Runtime may reuse the memory of an input, so that an output must not be a view of it.
@@ -175,9 +177,11 @@ def _dtype_as_it_is(result: Any) -> torch.dtype | None:
     return result.dtype if all(isinstance(size, int) and size > 0 for size in result.shape) else None
 
 
-def _run_into(into: Callable[..., torch.Tensor], fill: Callable[..., Any], order: Order, empty: Empty, *tensors: torch.Tensor) -> list[torch.Tensor]:
+def _run_into(
+    into: Callable[..., torch.Tensor], fill: Callable[..., Any], depart: Callable[[Any], torch.Tensor], empty: Empty, *tensors: torch.Tensor
+) -> list[torch.Tensor]:
     args, kwargs = fill(tensors)
-    return [as_given(into(empty, *args, **kwargs), order)]
+    return [depart(into(empty, *args, **kwargs))]
 
 
 def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Sequence[torch.Tensor]], tuple[Sequence[Any], dict[str, Any]]]:
@@ -187,7 +191,7 @@ def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Seq
     """
     args, kwargs = _with_slots(spec, constants, slots)
     places = [i for i, argument in enumerate(args) if isinstance(argument, Slot)]
-    arrivals = [None if slot.is_plain else functools.partial(_arrive, slot) for slot in slots]
+    arrivals = [slot.arrival for slot in slots]
 
     def by_position(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         filled = list(args)
@@ -197,9 +201,9 @@ def _filler(spec: Any, constants: list[Any], slots: list[Slot]) -> Callable[[Seq
 
     def anywhere(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         flat = list(constants)
-        for slot, tensor in zip(slots, tensors, strict=True):
+        for slot, arrive, tensor in zip(slots, arrivals, tensors, strict=True):
             if slot.position != _UNUSED:
-                flat[slot.position] = _arrive(slot, tensor)
+                flat[slot.position] = tensor if arrive is None else arrive(tensor)
         return torch.utils._pytree.tree_unflatten(flat, spec)
 
     return by_position if len(places) == len(slots) else anywhere
@@ -236,12 +240,6 @@ def waited(target: Callable[..., Any]) -> Callable[..., Any]:
         return [wait(one) for one in result] if isinstance(result, (tuple, list)) else wait(result)
 
     return call
-
-
-def _arrive(slot: Slot, tensor: torch.Tensor) -> Any:
-    if slot.dtype is None:
-        return number_of(tensor)
-    return arrived(tensor, slot.dtype, slot.order)
 
 
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:

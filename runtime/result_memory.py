@@ -57,14 +57,15 @@ class ResultMemory:
 
     def _take(self, size: int) -> torch.UntypedStorage:
         """A free block, the one that was taken last: it may be in the processor's caches. A new one where none is free."""
-        blocks = self._blocks.get(size, ())
-        found = next((i for i in reversed(range(len(blocks))) if _is_free(blocks[i])), None)
-        if found is None:
+        blocks = self._blocks.setdefault(size, [])
+        for i in range(len(blocks) - 1, -1, -1):
+            if _is_free(blocks[i]):
+                block = blocks.pop(i)
+                break
+        else:
             self._make_room(size)
             block = torch.UntypedStorage(size, device="cpu")
-        else:
-            block = self._blocks[size].pop(found)
-        self._blocks.setdefault(size, []).append(block)
+        blocks.append(block)
         self._takes += 1
         self._taken[block._cdata] = self._takes
         return block
