@@ -15,7 +15,7 @@ from ort_backend.errors import EnvironmentProblem
 
 # Distribution -> oldest version that works. pyproject.toml states the same, and a test holds the two together.
 OLDEST = {
-    "torch": (2, 11),  # what fails under it, of all that tools/torch_versions.py runs, is in README.md, "Limits"
+    "torch": (2, 11),  # what fails under it, of all that tools/torch_versions.py runs, is in LIMITS.md
     "onnx": (1, 17),
     "onnx-ir": (1, 0),
     "onnxscript": (0, 7),  # onnxscript.GraphBuilder is public since 0.7.0
