@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention, intel_kernels
+from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention, intel_kernels, tiny_products
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
 from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
@@ -191,6 +191,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's kernels take the channels of all images side by side"
     if target.onednn and (dense := dense_convolutions.is_faster_in_pytorch(node, _NODE)) is not None:
         return "oneDNN's kernels read each filter once for all images" if dense else None
+    if tiny_products.is_faster_in_pytorch(node, _NODE):
+        return "PyTorch has a loop for products of tiny matrices"
     if _finds_positions(node):
         return "PyTorch's kernel for channels side by side is faster at this size"
     if _finds_maxima(node):
@@ -237,6 +239,8 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
     if not slow_kernels_may_go(target):
         return False
     if target.mkl and intel_kernels.far_faster(node):
+        return True
+    if tiny_products.is_faster_in_pytorch(node, _SESSIONS):
         return True
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return _is_far_faster_attention(node, target)
