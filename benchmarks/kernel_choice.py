@@ -444,7 +444,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_choice", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write lowering/kernel_table.py")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS), help="kinds of operators")
-    parser.add_argument("--dtypes", nargs="*", choices=("float32", "bfloat16", "float16"), default=["float32"])
+    parser.add_argument("--dtypes", nargs="*", choices=("float32", "float64", "bfloat16", "float16"), default=["float32"])
     parser.add_argument("--powers", nargs="*", type=int, default=[12, 14, 16, 18, 20, 22, 24], help="sizes, as powers of two")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each operator and size")
     options = parser.parse_args()

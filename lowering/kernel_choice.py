@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, fused_attention, intel_kernels, tiny_products
+from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, float64_kernels, fused_attention, intel_kernels, tiny_products
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
 from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
@@ -244,7 +244,9 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return True
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return _is_far_faster_attention(node, target)
-    if (found := size_of(node)) is not None and found[1] is not torch.float32:
+    if (found := size_of(node)) is not None and found[1] is torch.float64 and float64_kernels.far_faster(node, found[0]):
+        return True
+    if found is not None and found[1] not in (torch.float32, torch.float64):
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:
         return target.onednn and _is_far_faster_convolution(node, found)

@@ -40,7 +40,7 @@ _BLOCK = 16
 # Exponents of powers that are written as products, roots and quotients.
 _PRODUCTS_AND_ROOTS = (0, 1, 2, 3, -1, -2, 0.5, -0.5)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def operator_class(node: fx.Node) -> str:

@@ -49,6 +49,13 @@ def test_by_size(table: None, elements: int, chosen: bool) -> None:
 
 
 @single_session
+@pytest.mark.parametrize(("elements", "dtype", "chosen"), [(4096, torch.float64, True), (4095, torch.float64, False), (4096, torch.float32, False)])
+def test_in_float64(elements: int, dtype: torch.dtype, chosen: bool) -> None:
+    outside = _outside(nn.functional.silu, torch.randn(elements, dtype=dtype))
+    assert [(operator, is_choice) for operator, _, is_choice in outside] == ([("aten::silu", True), ("aten::silu_backward", True)] if chosen else [])
+
+
+@single_session
 @pytest.mark.parametrize(
     "rows, width, intel, in_pytorch",
     [
@@ -202,6 +209,23 @@ def test_between_sessions_by_how_much_is_gained(function: Any, elements: int, ch
     assert [kernel_choice.far_faster_in_pytorch(node, target) for node in nodes] == [chosen]
     asked = dataclasses.replace(target, kernels="onnxruntime")
     assert not kernel_choice.far_faster_in_pytorch(nodes[0], asked)
+
+
+@pytest.mark.parametrize(
+    ("function", "elements", "dtype", "chosen"),
+    [
+        (nn.functional.silu, 65536, torch.float64, True),
+        (nn.functional.silu, 65535, torch.float64, False),
+        (nn.functional.silu, 65536, torch.float32, False),
+        (torch.tanh, 65536, torch.float64, False),
+        (torch.hypot, 65536, torch.float64, True),
+    ],
+)
+def test_in_float64_between_sessions(function: Any, elements: int, dtype: torch.dtype, chosen: bool) -> None:
+    target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured")
+    tensors = [torch.ones(elements, dtype=dtype)] * (2 if function is torch.hypot else 1)
+    (node,) = [node for node in trace(function, tensors).graph.nodes if node.op == "call_function"]
+    assert kernel_choice.far_faster_in_pytorch(node, target) == chosen
 
 
 @pytest.mark.parametrize(
