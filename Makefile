@@ -27,6 +27,8 @@ PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function te
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
+# Tests start many processes, and each would compile this package anew.
+export PYTHONDONTWRITEBYTECODE =
 
 PYTHON_GPU ?= $(VENV)/bin/python
 
@@ -67,9 +69,8 @@ clean:
 	rm -rf $(VENV) $(PLAIN) build dist out
 
 # A stamp for each set of extras: `installed-examples` holds what `make train` needs, `installed-dev` everything.
-# pip would compile every file of every package: what tests import, Python compiles itself.
 $(VENV)/installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install $(if $(filter dev,$*),--no-compile) --constraint constraints.txt --editable '.[$*]'
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 $(VENV)/bin/python:
@@ -79,6 +80,6 @@ $(VENV)/bin/python:
 PURELIB = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(PLAIN)/installed: constraints-plain.txt $(VENV)/installed-dev
 	$(PYTHON) -m venv $(PLAIN)
-	$(PLAIN)/bin/python -m pip install --no-compile --no-deps --requirement constraints-plain.txt
+	$(PLAIN)/bin/python -m pip install --no-deps --requirement constraints-plain.txt
 	echo "import site; site.addsitedir('$$($(VENV)/bin/python $(PURELIB))')" > "$$($(PLAIN)/bin/python $(PURELIB))/behind.pth"
 	touch $@
