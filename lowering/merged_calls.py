@@ -19,8 +19,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.carriers import arrival, given, number_of
-from ort_backend.lowering.dtypes import NATIVE
+from ort_backend.lowering.carriers import AS_THEY_ARE, given
 from ort_backend.lowering.permuting import inverse
 from ort_backend.lowering.python_op import PythonCall, Recipe, Slot, callable_of, unique_name
 from ort_backend.lowering.saved import sides_of_yield
@@ -199,11 +198,9 @@ class _Writer:
         return {i: self._given(made, *recipe.results[i]) for i in wanted}
 
     def _arrived(self, slot: Slot, tensor: _Tensor) -> str:
-        if slot.dtype is None:
-            return self.line(f"{self.constant(number_of)}({self.read(tensor)})")
-        if slot.dtype in NATIVE and slot.dtype is not torch.bool:
+        if slot.dtype in AS_THEY_ARE:
             return self.read(_permuted(tensor, inverse(slot.order)) if slot.order is not None else tensor)
-        return self.line(f"{self.constant(arrival(slot.dtype, slot.order))}({self.read(tensor)})")
+        return self.line(f"{self.constant(slot.arrival)}({self.read(tensor)})")
 
     def _argument(self, value: Any, given_as: Mapping[int, str]) -> str:
         if isinstance(value, Slot):
