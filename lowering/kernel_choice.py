@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering import channels_last, cudnn, dense_convolutions, depthwise, float64_kernels, fused_attention, intel_kernels, tiny_products
+from ort_backend.lowering import (
+    bag_choice,
+    channels_last,
+    cudnn,
+    dense_convolutions,
+    depthwise,
+    float64_kernels,
+    fused_attention,
+    intel_kernels,
+    tiny_products,
+)
 from ort_backend.lowering.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
 from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
@@ -118,10 +128,6 @@ _ONEDNN_BFLOAT16 = 1.6  # the median
 _SIDE_BY_SIDE = 8
 _LARGE_POOLING = 65536
 
-# Numbers in rows of embedding bags from which on maxima go to PyTorch for their places (`_finds_maxima`).
-_LARGE_BAGS = 65536
-_MAX = 2  # ATen's number for that mode
-
 # Complex numbers from which on a product that takes and gives pairs is PyTorch's.
 _PAIRS = 4096
 
@@ -195,8 +201,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "PyTorch has a loop for products of tiny matrices"
     if _finds_positions(node):
         return "PyTorch's kernel for channels side by side is faster at this size"
-    if _finds_maxima(node):
-        return "PyTorch's kernel finds the rows of maxima on its way"
+    if bag_choice.is_faster_in_pytorch(node, _NODE):
+        return "PyTorch's kernel reads each row of a bag once"
     if (found := size_of(node)) is None:
         return None
     size, dtype = found
@@ -240,7 +246,7 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return False
     if target.mkl and intel_kernels.far_faster(node):
         return True
-    if tiny_products.is_faster_in_pytorch(node, _SESSIONS):
+    if tiny_products.is_faster_in_pytorch(node, _SESSIONS) or bag_choice.is_faster_in_pytorch(node, _SESSIONS):
         return True
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return _is_far_faster_attention(node, target)
@@ -250,7 +256,7 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:
         return target.onednn and _is_far_faster_convolution(node, found)
-    if _finds_positions(node) or _finds_maxima(node):
+    if _finds_positions(node):
         return True
     if node.target not in _FAR_FASTER and not node.meta.get(SELECTS):
         return False
@@ -333,18 +339,6 @@ def _finds_positions(node: fx.Node) -> bool:
     x = node.all_input_nodes[0].meta["val"]
     is_large = x.dim() == 4 and hint(x.shape[1]) >= _SIDE_BY_SIDE and (elements_of(x) or 0) >= _LARGE_POOLING
     return is_large and x.dtype is torch.float32 and any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
-
-
-def _finds_maxima(node: fx.Node) -> bool:
-    """Whether a node takes the maxima of large bags of rows, and somebody reads where they come from: for 655,360 numbers ONNX Runtime takes 3.0 ms
-    then, without that 0.4, PyTorch 1.4 either way.
-    """
-    if node.target is not aten._embedding_bag.default or arguments_of(node)["mode"] != _MAX:
-        return False
-    table, indices = (node.args[i].meta["val"] for i in (0, 1))  # type: ignore[union-attr]
-    is_read = any(user.target is operator.getitem and user.args[1] == 3 and user.users for user in node.users)
-    count = elements_of(indices)
-    return is_read and table.dtype is torch.float32 and count is not None and count * hint(table.shape[1]) >= _LARGE_BAGS
 
 
 def _is_grouped(node: fx.Node) -> bool:
