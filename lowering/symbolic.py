@@ -167,6 +167,44 @@ def _truncated(op: Any, value: ir.Value) -> ir.Value:
     return value if value.dtype == ir.DataType.INT64 else op.Cast(value, to=ir.DataType.INT64)
 
 
+def _round(op: Any, value: ir.Value, digits: Number | None = None) -> ir.Value:
+    """Python's `round`, which takes what lies in the middle to the even neighbour, as ONNX does."""
+    if digits is None:
+        return _rounded("Round")(op, value)
+    scale = op.Pow(as_double(op, 10), as_double(op, digits))
+    result = op.Div(op.Round(op.Mul(as_double(op, value), scale)), scale)
+    return result if value.dtype == ir.DataType.DOUBLE else _truncated(op, result)
+
+
+def _log2(op: Any, value: Number) -> ir.Value:
+    """The logarithm, exact of powers of 2: programs round it up, for the next of them."""
+    value = as_double(op, value)
+    logarithm = op.Div(op.Log(value), as_double(op, math.log(2)))
+    nearest = op.Round(logarithm)
+    return op.Where(op.Equal(op.Pow(as_double(op, 2), nearest), value), nearest, logarithm)
+
+
+def _cos(op: Any, value: Number) -> ir.Value:
+    return op.Sin(op.Add(as_double(op, value), as_double(op, math.pi / 2)))  # ONNX Runtime has no cosine of float64
+
+
+def _half_of_exponentials(join: str) -> Callable[..., ir.Value]:
+    def write(op: Any, value: Number) -> ir.Value:
+        value = as_double(op, value)
+        return op.Div(getattr(op, join)(op.Exp(value), op.Exp(op.Neg(value))), as_double(op, 2))
+
+    return write
+
+
+def _of_bits(kind: str) -> Callable[..., ir.Value]:
+    """A function of truth values that Python has for the bits of integers, too."""
+
+    def write(op: Any, a: ir.Value, b: ir.Value) -> ir.Value:
+        return getattr(op, kind if a.dtype == ir.DataType.BOOL else f"Bitwise{kind}")(a, b)
+
+    return write
+
+
 # Functions of numbers that Dynamo and AOTAutograd put into graphs -> how they are written in ONNX.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.add: lambda op, a, b: op.Add(a, b),
@@ -183,8 +221,9 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.gt: lambda op, a, b: op.Greater(a, b),
     operator.ge: lambda op, a, b: op.GreaterOrEqual(a, b),
     operator.ne: lambda op, a, b: op.Not(op.Equal(a, b)),
-    operator.and_: lambda op, a, b: op.And(a, b),
-    operator.or_: lambda op, a, b: op.Or(a, b),
+    operator.and_: _of_bits("And"),
+    operator.or_: _of_bits("Or"),
+    operator.xor: _of_bits("Xor"),
     torch.sym_float: as_double,
     torch.sym_int: _truncated,
     torch.sym_not: lambda op, a: op.Not(a),
@@ -194,12 +233,25 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     math.floor: _rounded("Floor"),
     math.ceil: _rounded("Ceil"),
     math.trunc: _truncated,
+    round: _round,
+    operator.abs: lambda op, a: op.Abs(a),
 }
 if hasattr(torch, "sym_sum"):
     FUNCTIONS[torch.sym_sum] = lambda op, values: _fold(lambda op, a, b: op.Add(a, b))(op, *values)
-for _name in ("_sym_sqrt", "sym_sqrt"):
+_OF_FRACTIONS: dict[str, Callable[..., ir.Value]] = {
+    "_sym_sqrt": lambda op, a: op.Sqrt(as_double(op, a)),
+    "sym_sqrt": lambda op, a: op.Sqrt(as_double(op, a)),
+    "_sym_log2": _log2,
+    "_sym_sin": lambda op, a: op.Sin(as_double(op, a)),
+    "_sym_cos": _cos,
+    "_sym_tan": lambda op, a: op.Div(op.Sin(as_double(op, a)), _cos(op, a)),
+    "_sym_sinh": _half_of_exponentials("Sub"),
+    "_sym_cosh": _half_of_exponentials("Add"),
+    "_sym_tanh": lambda op, a: op.Tanh(as_double(op, a)),
+}
+for _name, _write in _OF_FRACTIONS.items():
     if hasattr(torch, _name):
-        FUNCTIONS[getattr(torch, _name)] = lambda op, a: op.Sqrt(as_double(op, a))
+        FUNCTIONS[getattr(torch, _name)] = _write
 
 
 # Kinds of sympy expressions that sizes and strides are made of (sympy's own and torch.utils._sympy's, read in torch 2.13) -> their function.
@@ -315,7 +367,9 @@ def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:
     leaves = torch.utils._pytree.tree_leaves(list(args))
     fractions = function is operator.truediv or any(isinstance(leaf, float) or getattr(leaf, "dtype", None) == ir.DataType.DOUBLE for leaf in leaves)
 
-    def operand(number: Number) -> ir.Value:
+    def operand(number: Number | None) -> ir.Value | None:
+        if number is None:  # `round` to no digits
+            return None
         if isinstance(number, ir.Value):
             return as_double(op, number) if fractions and number.dtype == ir.DataType.INT64 else number
         if isinstance(number, bool):

@@ -58,7 +58,7 @@ class Input:
 
     Attributes:
         position: Where it stands among the callable's arguments.
-        dtype: The tensor's dtype; None for a Python int (a symbolic size).
+        dtype: The tensor's dtype; None for a Python number (a symbolic size, or what was computed of one).
         may_be_empty: Whether the tensor may have no elements.
         as_shape: Whether a Python int n travels as the shape of a tensor without elements: (n, 0, 0), or (0, -n, 0) if it is negative.
         may_be_negated: Whether a negation of the tensor may be pending (`Tensor.is_neg`), which is no part of its memory.
@@ -204,7 +204,7 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     if one.as_shape:
         return lambda number: torch.empty((max(number, 0), max(-number, 0), 0), dtype=torch.uint8, device="cpu")
     if dtype is None:
-        return lambda number: torch.tensor(number, device="cpu")  # whatever the user's default device is
+        return _number
     if one.may_be_empty:
         convert = _inward(Input(one.position, dtype)) or _resolved
         return lambda tensor: convert(_with_strides(tensor))
@@ -213,6 +213,11 @@ def _inward(one: Input) -> Callable[[Any], torch.Tensor] | None:
     if carried(dtype) is not dtype:
         return lambda tensor: tensor.resolve_neg().contiguous().view(torch.uint8)
     return _resolved if one.may_be_negated else None
+
+
+def _number(number: float) -> torch.Tensor:
+    """As the graph has it, whatever the user's default device and dtype are."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None, device="cpu")
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 import operator
 import weakref
 from collections.abc import Iterator
@@ -605,3 +606,12 @@ def test_what_onnx_runtime_computes_one_by_one_runs_between_sessions_where_it_is
     model = lambda x: (function(x.sin().cos() * 2) @ x.t() * 1e-4).tanh().sum() * 1e4  # noqa: E731
     ran = same_as_eager(model, call(x), python_ops=None)
     assert (operator in {one.operator for graph in ran.graphs for one in graph.outside}) is (rows == 256)
+
+
+def test_fractions_that_pytorch_computes_of_sizes() -> None:
+    layer = nn.Linear(4, 4)
+    model = lambda x: layer(x) * math.atan(x.shape[0] / 7)  # noqa: E731
+    step = compiled(model, dynamic=True)
+    for rows in (5, 8):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), model(x))

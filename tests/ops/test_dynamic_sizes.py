@@ -94,12 +94,29 @@ _OF_ONE = {
     "remainders of negative numbers": lambda t: (torch.full((2,), (3 - t.shape[1]) % 4), torch.full((2,), t.shape[1] % -4)),
     "fractions divided": lambda t: (torch.full((2,), (3.5 - t.shape[1]) // 2), torch.full((2,), (3.5 - t.shape[1]) % 2)),
     "negative fractions cut off": lambda t: [torch.full((2,), cut((3.5 - t.shape[1]) / 2)) for cut in (math.trunc, math.floor, math.ceil)],
+    "rounded to even, and to digits": lambda t: [
+        torch.full((2,), one) for one in (round(t.shape[1] / 2), round(t.shape[2] / 2), round(t.shape[1] / 7, 2))
+    ],
+    "absolute": lambda t: (torch.full((2,), abs(4 - t.shape[1])), torch.full((2,), abs(4.5 - t.shape[1] / 2))),
+    "bits": lambda t: [torch.full((2,), one) for one in (t.shape[1] & 6, t.shape[1] | 8, t.shape[1] ^ 3)],
 }
 
 
 @pytest.mark.parametrize("name", _OF_ONE)
 def test_one_tensor(name: str) -> None:
     check(_OF_ONE[name], R(3, 5, 6), dynamic=True, other=(R(4, 7, 8),))
+
+
+@pytest.mark.parametrize("name", ["sqrt", "log2", "sin", "cos", "tan", "sinh", "cosh", "tanh"])
+def test_functions_of_sizes(name: str) -> None:
+    function = getattr(torch, f"_sym_{name}")
+    check(lambda t: torch.full((2,), function(t.shape[1] / 7), dtype=torch.float64), R(3, 5), dynamic=True, other=(R(4, 9),))
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2**9, 2**9 + 1])
+def test_the_next_power_of_two(rows: int) -> None:
+    # The quotient of logarithms is a step above 29, in float64, for 2**29.
+    check(lambda t: torch.full((2,), 2 ** math.ceil(torch._sym_log2(t.shape[0] * 2.0**20))), R(5), dynamic=True, other=(R(rows),))
 
 
 # Function, arguments of the trace, other arguments.
