@@ -341,6 +341,10 @@ def _plain(kind: str, source: str = "") -> Callable[[re.Match[str], Scope], Guar
     return lambda match, scope: GuardFailure(kind=kind, source=source)
 
 
+def _deallocated(match: re.Match[str], scope: Scope) -> GuardFailure:
+    return GuardFailure(kind="deallocated", source=match.group(1) or "")
+
+
 _READERS: tuple[tuple[str, Callable[[re.Match[str], Scope], GuardFailure]], ...] = (
     (r"tensor '(.+)' size mismatch at index (\d+)\. expected (\S+), actual (\S+)", _tensor("shape", ".size({})")),
     (r"tensor '(.+)' stride mismatch at index (\d+)\. expected (\S+), actual (\S+)", _stride),
@@ -352,7 +356,7 @@ _READERS: tuple[tuple[str, Callable[[re.Match[str], Scope], GuardFailure]], ...]
     (r"expected type of '(.+?)' to be (?:a tensor type, '|(<class .+?>),) but found (.+)", _not_tensor),  # the class from 2.15 on
     (r"Duplicate tensors? found:? ?(?:where not expected!)? ?(.*)", _duplicate),
     (r"BACKEND_MATCH|___check_current_backend", _plain("backend", "backend")),
-    (r"Cache line invalidated", _plain("deallocated")),
+    (r"Cache line invalidated(?: because (.+) got deallocated)?", _deallocated),
     (r"___check_torch_function_mode_stack\(\)|utils_device\.CURRENT_DEVICE", _plain("torch function mode", "torch.get_default_device()")),
     (r"\w+ ?: Not a function on (.+)", _not_function),
     (r"___check_type_id\((.+?), (\d+)\)(?:, type=(.+))?", _type_id),

@@ -153,7 +153,7 @@ TEXTS = [
     ("___check_global_state()", None),
     ("utils_device.CURRENT_DEVICE == None", None),
     ("Duplicate tensor found where not expected! tensor 'L['x']' is aliased", None),
-    ("0/0: Cache line invalidated because L['self'] got deallocated", None),
+    ("0/0: Cache line invalidated because L['self'] got deallocated", "deallocated of self"),
     ("GLOBAL_STATE changed: autocast ", None),
     (
         "tensor 'L['x']' dispatch key set mismatch. expected DispatchKeySet(CPU, AutogradCPU), actual DispatchKeySet(CPU, AutogradCPU, AutocastCPU)",
