@@ -28,8 +28,18 @@ log = logging.getLogger(__name__)
 _original: list[Any] = []
 
 
+# Frame -> object's source -> the object of its last compile, and how many were freed before that.
+_objects: weakref.WeakKeyDictionary[types.CodeType, dict[Any, tuple[Any, int]]] = weakref.WeakKeyDictionary()
+# So many compiles for objects that were freed: half of those after which Dynamo would leave the whole frame to eager PyTorch.
+_MANY = 4
+
+
 class _Unresolved(Exception):
     """An argument that is neither computed by the graph nor known while it is traced."""
+
+
+class _Fleeting(Exception):
+    """An argument that is a new object at every call."""
 
 
 def install(is_ours: Callable[[Any], bool], default: Callable[[Any], str]) -> bool:
@@ -132,6 +142,10 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
         template = tuple(map(arguments.template, args))
     except _Unresolved as reason:
         return _left_inline(variable, f"{reason} is not known while it is traced")
+    except _Fleeting as reason:
+        name = f"{variable.fn_cls.__module__}.{variable.fn_cls.__qualname__}"
+        hint = "Keep the object, and use it again; or pass what it holds."
+        _break(name, f"autograd.Function {name} gets {reason} that is a new object at every call: it runs in eager PyTorch. {hint}", hint)
     tensors, ints = [_example(proxy) for proxy in arguments.tensors], [_example(proxy) for proxy in arguments.ints]
     if not arguments.tensors:
         return _left_inline(variable, "it takes no tensor")
@@ -144,7 +158,7 @@ def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> 
     try:
         site.behaviour = behaviour_of(site, tensors, ints, tx.fake_mode)
     except UnknownBehaviour as unknown:
-        _break(site, str(unknown))
+        _break(site.name, str(unknown), "Write `infer_shape` or `ort_backend.register_fake`, as said above.")
     if not all(isinstance(result, (TensorResult, *_CONSTANTS)) for result in site.behaviour.results):
         return _left_inline(variable, "it returns an object that a graph cannot")
     return _emit(tx, site, arguments)
@@ -175,16 +189,16 @@ def _left_inline(variable: Any, reason: str) -> None:
     return None
 
 
-def _break(site: Site, reason: str) -> None:
+def _break(name: str, reason: str, hint: str) -> None:
     """Ends the graph in front of the call, which then runs in eager PyTorch."""
     from torch._dynamo import exc
 
     warnings.warn(reason, stacklevel=2)
     exc.unimplemented(
-        gb_type="autograd.Function of unknown results",
-        context=site.name,
+        gb_type="autograd.Function that cannot be in a graph",
+        context=name,
         explanation=reason,
-        hints=["Write `infer_shape` or `ort_backend.register_fake`, as said above."],
+        hints=[hint],
     )
 
 
@@ -292,8 +306,31 @@ class _Arguments:
         if self.tx.output.side_effects.is_modified(variable) if hasattr(variable, "mutation_type") and variable.mutation_type else False:
             raise _Unresolved("an object that the traced code has changed")
         if variable.source is not None:
-            from torch._dynamo.guards import GuardBuilder, install_guard
-
-            install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+            if self._is_fleeting(variable.source, value):
+                raise _Fleeting(f"a {type(value).__name__}")
+            _guard(variable.source, value)
             return Reference.to(value)
         return value
+
+    def _is_fleeting(self, source: Any, value: Any) -> bool:
+        """Whether the frame is compiled again and again because this object is another one, and those before are gone."""
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        if compile_id is None or not isinstance(made := Reference.to(value), Reference):
+            return False
+        known = _objects.setdefault(self.tx.output.root_tx.f_code, {})
+        before, freed = known.get(source, (made, 0))
+        if compile_id.frame_compile_id == 0:  # the first compile since Dynamo was reset
+            freed = 0
+        elif before.target() is None:
+            freed += 1
+        known[source] = made, freed
+        return freed >= _MANY
+
+
+def _guard(source: Any, value: Any) -> None:
+    """Sees to it that the object stays this one: of a method, which is made anew whenever it is asked for, what it is made of."""
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    sources = [AttrSource(source, "__self__"), AttrSource(source, "__func__")] if isinstance(value, types.MethodType) else [source]
+    install_guard(*(one.make_guard(GuardBuilder.ID_MATCH) for one in sources))

@@ -47,11 +47,9 @@ class Reference:
 
     @classmethod
     def to(cls, value: Any) -> Any:
-        """A reference; the object itself where Python has no weak references to it (numbers, tuples, ...) or would give it up at once (methods)."""
-        if isinstance(value, types.MethodType):
-            return value
+        """A reference; the object itself where Python has no weak references to it (numbers, tuples, ...)."""
         try:
-            return cls(weakref.ref(value))
+            return cls(weakref.WeakMethod(value) if isinstance(value, types.MethodType) else weakref.ref(value))
         except TypeError:
             return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -312,3 +313,69 @@ def test_the_nodes_say_what_they_are(tmp_path: pathlib.Path) -> None:
     backward = {a.name: onnx.helper.get_attribute_value(a) for a in nodes["PythonOpGrad"].attribute}
     assert backward["func_name"] == found["func_name"]
     assert b"test_the_nodes_say_what_they_are" in found["func_name"]
+
+
+class Scaled(Function):
+    """By a function of the user's, or by what an object of the user's holds."""
+
+    @staticmethod
+    def forward(ctx, scale, x):
+        ctx.scale = scale
+        return scale(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, ctx.scale(g)
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    __call__ = times
+
+
+def _graphs_of_steps(scales: Iterable[Any]) -> list[ort_backend.GraphReport]:
+    """Those of a program that gets each of the scales, with gradients that are as large as the scale's factor."""
+    compiled = torch.compile(lambda scale, x: Scaled.apply(scale, x.sin()).cos(), backend="ort_training")
+    before = len(ort_backend.report().graphs)
+    for scale in scales:
+        (x,) = leaves((4,))
+        (y,) = leaves((4,))
+        compiled(scale, x).sum().backward()
+        scale(y.sin()).cos().sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+        del scale
+    return ort_backend.report().graphs[before:]
+
+
+def test_a_method_of_one_object_is_one_graph() -> None:
+    scale = Scale(3.0)
+    (graph,) = _graphs_of_steps(scale.times for _ in range(4))
+    assert graph.functions == 1
+
+
+def test_methods_of_two_objects_are_two_graphs() -> None:
+    scales = [Scale(3.0), Scale(5.0)]
+    graphs = _graphs_of_steps(scale.times for scale in (*scales, *scales))
+    assert [graph.functions for graph in graphs] == [1, 1]
+
+
+@pytest.mark.parametrize("make", [Scale, lambda factor: Scale(factor).times, lambda factor: lambda x: x * factor], ids=["object", "method", "lambda"])
+def test_what_gets_a_new_object_at_every_call_breaks_the_graph(make: Callable[[float], Any]) -> None:
+    with pytest.warns(UserWarning, match="a new object at every call"):
+        graphs = _graphs_of_steps(make(1.0 + i) for i in range(20))
+    assert [graph.functions for graph in graphs[:4]] == [1, 1, 1, 1]
+    others = [graph for graph in graphs[4:] if graph.kind == "training"]
+    assert [graph.functions for graph in others] == [0, 0]  # those of the parts before the call, and behind it
+    assert [graph.counts.forward for graph in others] == [16, 16]
+
+
+def test_objects_of_programs_before_a_reset_do_not_count() -> None:
+    for i in range(6):
+        torch._dynamo.reset()
+        (graph,) = _graphs_of_steps([Scale(1.0 + i)])
+        assert graph.functions == 1
