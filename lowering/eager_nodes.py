@@ -15,6 +15,7 @@ from ort_backend.lowering.fx_nodes import attribute
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
 from ort_backend.lowering.row_sums import ADD_ROWS, write_rows
+from ort_backend.lowering.write_back import WRITE_BACK, write_into
 
 aten = torch.ops.aten
 
@@ -43,6 +44,7 @@ _REPLACED = {
     aten.native_dropout.default: _dropout,
     FORWARD: run_forward,
     ADD_ROWS: write_rows,
+    WRITE_BACK: write_into,
     **onednn.IMPLEMENTATIONS,
     **faster_calls.IMPLEMENTATIONS,
     **fused_attention.IMPLEMENTATIONS,

@@ -43,6 +43,7 @@ from ort_backend.lowering.saved import behind_yield, kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
+from ort_backend.lowering.write_back import IN_ARGUMENT, IN_PLACE_WRITES
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)
@@ -67,10 +68,13 @@ _SAME = {
 
 
 class Behind:
-    """Stands for a node that PyTorch computes behind the session: a sparse tensor (a gradient of `nn.Embedding(sparse=True)`), or `ADD_ROWS`."""
+    """Stands for a node that PyTorch computes behind the session: a sparse tensor (a gradient of `nn.Embedding(sparse=True)`), or writes in place."""
 
 
 BEHIND = Behind()
+
+# What writes where a tensor lies -> how the report puts it.
+_BEHIND_THE_SESSION: dict[Any, str] = {ADD_ROWS: IN_PLACE, **dict.fromkeys(IN_PLACE_WRITES, IN_ARGUMENT)}
 
 
 class GraphLowering:
@@ -315,11 +319,11 @@ class GraphLowering:
     def _is_behind(self, node: fx.Node) -> bool:
         leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         is_sparse = any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
-        return is_sparse or node.target is ADD_ROWS or any(self.is_behind(source) for source in node.all_input_nodes)
+        return is_sparse or node.target in _BEHIND_THE_SESSION or any(self.is_behind(source) for source in node.all_input_nodes)
 
     def _behind(self, node: fx.Node) -> Behind:
-        title, where, is_choice = operator_name(node.target), user_line(node), node.target is ADD_ROWS
-        reason = IN_PLACE if is_choice else "a sparse tensor, which it makes of the session's results"
+        title, where, is_choice = operator_name(node.target), user_line(node), node.target in _BEHIND_THE_SESSION
+        reason = _BEHIND_THE_SESSION.get(node.target, "a sparse tensor, which it makes of the session's results")
         if self.strict:
             raise NotOnOrt(title, reason, where)
         self.outside.append(Outside(title, reason, where, is_choice=is_choice))

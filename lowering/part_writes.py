@@ -40,12 +40,15 @@ def _write_parts(tensor: Tensor, parts: Sequence[Tensor], views: Sequence[int]) 
     result = tensor.clone(memory_format=torch.contiguous_format)
     numbers = iter(views)
     for source in parts:
-        part = result
-        for _ in range(next(numbers)):
-            dim, start, end, step = next(numbers), next(numbers), next(numbers), next(numbers)
-            part = part.select(dim, start) if step == 0 else aten.slice.Tensor(part, dim, start, end, step)
-        part.copy_(source)
+        part_of(result, [next(numbers) for _ in range(4 * next(numbers))]).copy_(source)
     return result
+
+
+def part_of(tensor: Tensor, views: Sequence[int]) -> Tensor:
+    """A view of a view of a tensor, and so on; four numbers each."""
+    for dim, start, end, step in zip(*(views[i::4] for i in range(4)), strict=True):
+        tensor = tensor.select(dim, start) if step == 0 else aten.slice.Tensor(tensor, dim, start, end, step)
+    return tensor
 
 
 # What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.

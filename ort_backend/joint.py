@@ -48,6 +48,7 @@ from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
+from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
@@ -95,6 +96,8 @@ def lower_joint(
     if recompute(module, num_fwd_outputs):
         fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
+    if not strict:
+        write_back_parts(graph, target, num_fwd_outputs)
     join_writes(graph, target)
     divide_tall_products(graph, target)
     if not strict:
@@ -165,6 +168,8 @@ def lower_inference(
     _simplify(graph, target)
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
+    if not strict:
+        write_back_parts(graph, target)
     join_writes(graph, target)
     hoisted = hoist(graph)
     drop_unread(graph)

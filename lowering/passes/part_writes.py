@@ -29,11 +29,11 @@ _END = 2**63 - 1
 # Elements from which on a call of PyTorch costs less than transposing a tensor there and back, and than copying a part of it once more. Of 4 million
 # elements (an AMD EPYC of family 25, a busy hour) a step that writes the even rows and then the odd ones took 32 ms, and takes 17, eager PyTorch's
 # 14; one that writes to a slice of a slice 17, now 15, eager's 10.
-_LARGE, _LARGER = 1 << 16, 1 << 20
+LARGE, _LARGER = 1 << 16, 1 << 20
 
 
 @dataclasses.dataclass
-class _Write:
+class Write:
     """`base` with `source` written to a part of it.
 
     Attributes:
@@ -55,9 +55,9 @@ def join_writes(graph: fx.Graph, target: OrtTarget) -> int:
     """
     if not slow_kernels_may_go(target):
         return 0
-    written: dict[fx.Node, list[_Write]] = {}
+    written: dict[fx.Node, list[Write]] = {}
     for node in graph.nodes:
-        if (write := _write_of(node)) is not None:
+        if (write := write_of(node)) is not None:
             before = written.get(write.base)
             if before is not None and _is_for(write.base, node, write.used):
                 del written[write.base]
@@ -77,28 +77,28 @@ def join_writes(graph: fx.Graph, target: OrtTarget) -> int:
     return len(chosen)
 
 
-def _is_slow(write: _Write, elements: int) -> bool:
+def _is_slow(write: Write, elements: int) -> bool:
     has_step = any(view.step > 1 and view.dim != 0 for view in write.views)
     return has_step or (len(write.views) > 1 and elements >= _LARGER)
 
 
-def _write_of(node: fx.Node) -> _Write | None:
-    """The write that a node is; None for other nodes, and where the tensor is small, or bounds are symbolic."""
-    if node.target not in _SCATTERS or node.meta["val"].is_complex() or _elements(node) < _LARGE:
+def write_of(node: fx.Node, *, symbolic: bool = False) -> Write | None:
+    """The write that a node is; None for other nodes, and where the tensor is small, or bounds are symbolic and not to be."""
+    if node.target not in _SCATTERS or node.meta["val"].is_complex() or _elements(node) < LARGE:
         return None
     given = arguments_of(node)
     base, inner = given["self"], given["src"]
-    views, used = [_view_of(given)], {node}
-    while inner.target in _SCATTERS and len(inner.users) == 1 and (names := _part_of(inner.args[0], base, views)):
+    views, used = [_view_of(given, symbolic)], {node}
+    while inner.target in _SCATTERS and len(inner.users) == 1 and (names := _part_of(inner.args[0], base, views, symbolic)):
         given = arguments_of(inner)
-        views.append(_view_of(given))
+        views.append(_view_of(given, symbolic))
         used |= {inner, *names}
         inner = given["src"]
-    if inner.target in _SET and len(inner.users) == 1 and (names := _part_of(inner.args[0], base, views)):
+    if inner.target in _SET and len(inner.users) == 1 and (names := _part_of(inner.args[0], base, views, symbolic)):
         used |= {inner, *names}
         inner = inner.args[1]
     known = [view for view in views if view is not None]
-    return _Write(base, inner, known, used) if len(known) == len(views) else None
+    return Write(base, inner, known, used) if len(known) == len(views) else None
 
 
 def _elements(node: fx.Node) -> int:
@@ -106,24 +106,24 @@ def _elements(node: fx.Node) -> int:
     return math.prod(map(hint, node.meta["val"].shape))
 
 
-def _view_of(given: dict[str, Any]) -> View | None:
-    """The view of a call of a slice or selection, or of one that writes to it; None where its bounds are symbolic."""
+def _view_of(given: dict[str, Any], symbolic: bool) -> View | None:
+    """The view of a call of a slice or selection, or of one that writes to it; None where its bounds are symbolic and not to be."""
     if "index" in given:
         view = View(given["dim"], given["index"], 0, 0)
     else:
         start, end = given["start"], given["end"]
         view = View(given["dim"], 0 if start is None else start, _END if end is None else end, given["step"])
-    return view if all(isinstance(number, int) for number in view) else None
+    return view if symbolic or all(isinstance(number, int) for number in view) else None
 
 
-def _part_of(node: Any, base: fx.Node, views: list[View | None]) -> set[fx.Node]:
+def _part_of(node: Any, base: fx.Node, views: list[View | None], symbolic: bool) -> set[fx.Node]:
     """The nodes that these views of `base` are, of which `node` is the last; none if it is another tensor."""
     nodes = set()
     for view in reversed(views):
         if not isinstance(node, fx.Node) or node.target not in _VIEWS or view is None:
             return set()
         given = arguments_of(node)
-        if _view_of(given) != view:
+        if _view_of(given, symbolic) != view:
             return set()
         nodes.add(node)
         node = given["self"]

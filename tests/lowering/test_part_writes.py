@@ -60,7 +60,7 @@ def _through_views(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_LARGER", joining._LARGE)
+    monkeypatch.setattr(joining, "_LARGER", joining.LARGE)
 
 
 @pytest.mark.cpu_only(reason="the call")

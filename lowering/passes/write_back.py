@@ -1,0 +1,134 @@
+"""New values of large arguments that differ from the old ones in a part alone: only the part is computed, and written where the argument lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import fx
+
+from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.partition import root
+from ort_backend.lowering.passes.effects import drop_unread
+from ort_backend.lowering.passes.part_writes import LARGE, Write, write_of
+from ort_backend.lowering.symbolic import hint
+from ort_backend.lowering.write_back import BY_INDEX, WRITE_BACK
+from ort_backend.target import OrtTarget
+
+aten = torch.ops.aten
+
+
+def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None) -> int:
+    """Replaces, in place, new values of arguments on the CPU among the first `outputs` results (None: all) by writes to these arguments.
+
+    What else reads a new value still has it computed, of its slices only these (`read_less`).
+
+    Returns:
+        How many arguments are written to.
+    """
+    described = graph.output_node().meta.get("desc") or ()
+    if target.device_type != "cpu" or target.kernels == "onnxruntime" or any(map(_is_sparse, graph.nodes)):
+        return 0
+    results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    written = {str(one.mutated_input): i for i, one in enumerate(described[:outputs]) if hasattr(one, "mutated_input")}
+    arguments = {node: written[name] for node in graph.nodes if node.op == "placeholder" and (name := str(node.meta.get("desc"))) in written}
+    count = 0
+    for argument, place in arguments.items():
+        value = results[place]
+        steps = _steps(value, argument, arguments.keys())
+        if steps is None:
+            continue
+        new = argument
+        with graph.inserting_before(graph.output_node()):
+            for step in steps:
+                new = _in_place(graph, new, step)
+        results = [new if one is value else one for one in results]  # it comes again where the program returns the argument, or keeps it
+        graph.output_node().args = (tuple(results),)
+        read_less(graph, value)
+        count += 1
+    if count:
+        drop_unread(graph)
+    return count
+
+
+def _is_sparse(node: fx.Node) -> bool:
+    """What is computed behind the session may read the argument, too."""
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
+
+
+def _steps(value: Any, argument: fx.Node, written: Set[fx.Node]) -> list[Write | fx.Node] | None:
+    """The writes that make `value` of the argument, the first one first; None where there is something else, or not much to save."""
+    fake = argument.meta["val"]
+    if fake.is_complex() or fake.layout != torch.strided or fake.requires_grad or _elements(fake) < LARGE:
+        return None
+    steps: list[Write | fx.Node] = []
+    while isinstance(value, fx.Node) and value is not argument:
+        step: Write | fx.Node | None = value if value.target in BY_INDEX else write_of(value, symbolic=True)
+        if step is None:
+            return None
+        used = [step.source] if isinstance(step, Write) else [one for one in value.all_input_nodes if one is not value.args[0]]
+        # What is written is to be there before anything is written over.
+        if any(root(one) in written or 2 * _elements(one.meta.get("val")) > _elements(fake) for one in used):
+            return None
+        steps.append(step)
+        value = step.base if isinstance(step, Write) else value.args[0]
+    return steps[::-1] if value is argument and steps else None
+
+
+def _elements(fake: Any) -> int:
+    return math.prod(map(hint, fake.shape)) if isinstance(fake, torch.Tensor) else 1
+
+
+def _in_place(graph: fx.Graph, tensor: fx.Node, step: Write | fx.Node) -> fx.Node:
+    if isinstance(step, fx.Node):
+        target: Any = step.target
+        node = graph.call_function(BY_INDEX[target], (tensor, *step.args[1:]), dict(step.kwargs))
+    else:
+        node = graph.call_function(WRITE_BACK, (tensor, step.source, [number for view in step.views for number in view]))
+    node.meta = {"val": tensor.meta["val"], "stack_trace": (step if isinstance(step, fx.Node) else step.source).meta.get("stack_trace")}
+    return node
+
+
+def read_less(graph: fx.Graph, value: Any) -> None:
+    """Takes slices of an argument's new value before the write, where they begin with the argument and have all of the part that is written."""
+    write = write_of(value, symbolic=True)
+    if write is None or any(view.step != 1 for view in write.views) or len({view.dim for view in write.views}) < len(write.views):
+        return
+    for reader in list(value.users):
+        if reader.target is not aten.slice.Tensor or not _has_part(given := arguments_of(reader), write):
+            continue
+        with graph.inserting_before(reader):
+            dim, bounds = given["dim"], (given["dim"], given["start"], given["end"])
+            base = _call(graph, aten.slice.Tensor, write.base, *bounds)
+            source = write.source if any(view.dim == dim for view in write.views) else _call(graph, aten.slice.Tensor, write.source, *bounds)
+            parts = [base]
+            for view in write.views[:-1]:
+                parts.append(_call(graph, aten.slice.Tensor, parts[-1], view.dim, view.start, view.end))
+            for part, view in zip(parts[::-1], write.views[::-1], strict=True):
+                source = _call(graph, aten.slice_scatter.default, part, source, view.dim, view.start, view.end)
+        reader.replace_all_uses_with(source)
+        read_less(graph, source)
+
+
+def _has_part(given: dict[str, Any], write: Write) -> bool:
+    if given["start"] not in (0, None) or given["step"] != 1 or write.source.meta["val"].dim() != write.base.meta["val"].dim():
+        return False
+    within = [view for view in write.views if view.dim == given["dim"]]
+    return not within or _number(within[0].end) == _number(given["end"]) or _is_less(within[0].end, given["end"])
+
+
+def _number(number: Any) -> Any:
+    return number.meta["val"].node.expr if isinstance(number, fx.Node) else number
+
+
+def _is_less(one: Any, other: Any) -> bool:
+    return isinstance(one, int) and isinstance(other, int) and 0 <= one < other
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+    return node

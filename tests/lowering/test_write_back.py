@@ -1,0 +1,219 @@
+"""Writes to parts of large arguments: what is written where, what else shares that memory, and that the whole is not computed anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from behaviours.check import single_session
+from default_device import seeded
+from ops.harness import trace
+from torch import Tensor, nn
+
+import ort_backend
+from ort_backend.lowering.passes import write_back
+
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.cpu_only(reason="arguments on the CPU alone are written to")
+
+ROWS, WIDTH = 512, 160  # more than 65,536 numbers
+
+
+def _slice(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + len(y)] = y
+    return y * 2
+
+
+def _columns_of_rows(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[: 4 * len(y)][at : at + len(y), 3:7] = y[:, 3:7]
+    return y @ cache[: at + len(y), :].sum(0, keepdim=True).T
+
+
+def _row(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at] = y[0]
+    return y + cache[at + 1]
+
+
+def _filled(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + 2] = 7.0
+    return y + cache[: at + 3].mean(0)
+
+
+def _twice(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + len(y)] = y
+    cache[at + 1 : at + 3, ::2] += 1
+    return y * cache[: at + len(y)].sum(0)
+
+
+def _reads_the_old_one(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    scores = y @ cache.clone().T
+    cache[at : at + len(y)] = y
+    return scores
+
+
+def _returns_the_old_one(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    rows, whole = cache[at : at + len(y)].clone(), cache.clone()
+    cache[at : at + len(y)] = y
+    cache[torch.tensor([1, 4])] = torch.tensor(5.0)
+    return torch.cat((rows * 1, whole.view_as(other), cache[:9] + y[:1]))
+
+
+def _reads_all(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache.index_copy_(0, index, y[: len(index)])
+    return y @ cache.T
+
+
+def _added(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache.index_put_((index,), y[: len(index)], accumulate=True)
+    return y * 3
+
+
+def _of_each_other(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[:8] = other[8:16]
+    other[8:16] = y[:1]
+    return y * 2
+
+
+def _of_itself(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[1:9] = cache[:8].clone()
+    return y * 2
+
+
+def _whole_other(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at:4] = other[:1, :]
+    other.mul_(2)
+    return y * 2
+
+
+PROGRAMS = [
+    _slice,
+    _columns_of_rows,
+    _row,
+    _filled,
+    _twice,
+    _reads_the_old_one,
+    _returns_the_old_one,
+    _reads_all,
+    _added,
+    _of_each_other,
+    _of_itself,
+    _whole_other,
+]
+
+
+def _run(program: Callable[..., Any], with_gradient: bool, transposed: bool) -> list[Any]:
+    generator = seeded(0)
+    cache, other = (torch.randn(WIDTH, ROWS, generator=generator).T for _ in range(2))
+    if not transposed:
+        cache, other = cache.contiguous(), other.contiguous()
+    seen: list[Any] = []
+    for at in (2, 3, 5):
+        x = torch.randn(6, WIDTH, generator=generator, requires_grad=with_gradient)
+        result = program(cache, other, x, at, torch.tensor([at, at + 7]))
+        seen += [result.detach(), cache.clone(), other.clone()]
+        if with_gradient:
+            result.square().sum().backward(retain_graph=True)
+            result.sum().backward()
+            seen.append(x.grad)
+    return seen
+
+
+def _without_gradient(program: Callable[..., Any]) -> Callable[..., Any]:
+    """The program, whose writes no gradient goes through."""
+
+    def run(cache: Tensor, other: Tensor, x: Tensor, at: int, index: Tensor) -> Any:
+        y = x.tanh()
+        with torch.no_grad():
+            program(cache, other, y.detach(), at, index)
+        return program(cache.clone(), other.clone(), y, at, index)
+
+    return run
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_equals_eager(program: Callable[..., Any], dynamic: bool | None, with_gradient: bool, transposed: bool) -> None:
+    torch._dynamo.reset()
+    function = _without_gradient(program) if with_gradient else program
+    compiled = torch.compile(function, backend="ort_training", fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(_run(compiled, with_gradient, transposed), _run(function, with_gradient, transposed), rtol=1e-4, atol=1e-4)
+
+
+@single_session
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("program", "operators"),
+    [
+        (_slice, {"ort_training::write_back"}),
+        (_columns_of_rows, {"ort_training::write_back"}),
+        (_row, {"ort_training::write_back"}),
+        (_reads_all, {"aten::index_copy_"}),
+        (_added, {"aten::index_put_"}),
+        (_of_each_other, {"ort_training::write_back"}),  # of one alone
+        (_whole_other, set()),
+    ],
+)
+def test_which_are_written(program: Callable[..., Any], operators: set[str], dynamic: bool) -> None:
+    torch._dynamo.reset()
+    _run(torch.compile(program, backend="ort_training", fullgraph=True, dynamic=dynamic), with_gradient=False, transposed=False)
+    found = {one.operator for one in ort_backend.report().graphs[-1].outside}
+    assert found & {"ort_training::write_back", "aten::index_copy_", "aten::index_put_"} == operators
+
+
+@pytest.mark.parametrize("kind", ["copy", "itself", "view", "kept", "old"])
+def test_what_shares_memory(kind: str) -> None:
+    torch._dynamo.reset()
+
+    class Model(nn.Module):
+        cache: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(ROWS, WIDTH))
+
+        def forward(self, x: Tensor) -> Any:
+            old = self.cache[:4].clone(), self.cache.clone()
+            self.cache[1:3] = x
+            if kind == "old":
+                return old
+            if kind == "kept":
+                self.cache = self.cache.to(x)
+                return x * 2, self.cache[:2].sum()
+            return x * 2, {"copy": self.cache.clone(), "itself": self.cache, "view": self.cache[:4]}[kind]
+
+    model = Model()
+    compiled = torch.compile(model, backend="ort_training", fullgraph=True)
+    for value in (3.0, 4.0):
+        before = model.cache
+        was = before.clone()
+        with torch.no_grad():
+            part, result = compiled(torch.full((2, WIDTH), value))
+        assert model.cache is before and (before[1:3] == value).all() and not before[0].any() and not before[3:].any()
+        if kind == "kept":
+            assert result == value * WIDTH
+        elif kind == "old":
+            assert torch.equal(part, was[:4]) and torch.equal(result, was) and result.data_ptr() != before.data_ptr()
+        else:
+            torch.testing.assert_close(result, before[: len(result)])
+            assert (result.data_ptr() == before.data_ptr()) == (kind != "copy")
+
+
+def test_slices_are_taken_before_the_write() -> None:
+    def attend(cache: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+        new = aten.slice_scatter(cache, aten.slice_scatter(aten.slice(cache, 0, 0, 2), keys, 1, 3, 5), 0, 0, 2)
+        return new[:2, :5], new[:3, :, :7], new[:2, :4], new[:1], new[:2, 3:9]
+
+    given = [torch.zeros(3, ROWS, WIDTH), torch.ones(2, 2, WIDTH)]
+    module = trace(attend, given)
+    (whole,) = (node for node in module.graph.find_nodes(op="call_function", target=aten.slice_scatter.default) if len(node.users) > 1)
+    write_back.read_less(module.graph, whole)
+    module.recompile()
+    for result, expected in zip(module(*given), attend(*given), strict=True):
+        torch.testing.assert_close(result, expected)
+    left = {user.args[1:] for user in whole.users if user.users}  # what has half of the part, or begins elsewhere
+    assert left == {(0, 0, 1)} and len(module.graph.find_nodes(op="call_function", target=aten.slice_scatter.default)) > 4
