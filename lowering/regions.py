@@ -39,6 +39,7 @@ from ort_backend.lowering.partition import is_random, shares_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.region_memory import cut, saved_values
 from ort_backend.lowering.row_sums import ADD_ROWS, IN_PLACE
+from ort_backend.lowering.write_back import IN_ARGUMENT, WRITE_BACK
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -210,6 +211,8 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
         return fused_attention.REASON
     if node.target is ADD_ROWS:
         return IN_PLACE
+    if node.target is WRITE_BACK:
+        return IN_ARGUMENT
     return SLOWER if _is_slow(node, target) else None
 
 

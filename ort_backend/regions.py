@@ -46,11 +46,13 @@ from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
+from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.region_memory import byte_count, saved_values
 from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.lowering.row_sums import IN_PLACE
 from ort_backend.lowering.sizes import evaluator
+from ort_backend.lowering.write_back import IN_ARGUMENT
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.loose_tangents import zeros_for
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep
@@ -97,6 +99,8 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     index_rows(graph)
     add_blocks(graph)
     gather_parts(graph)
+    if not strict:
+        write_back_parts(graph, target, alone=True)
     join_writes(graph, target)
     divide_tall_products(graph, target)
     if not strict:
@@ -134,7 +138,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
 
 
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED, IN_PLACE))
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED, IN_PLACE, IN_ARGUMENT))
 
 
 def _counts(node: fx.Node, reason: str) -> bool:

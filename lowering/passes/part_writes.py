@@ -37,10 +37,12 @@ class Write:
     """`base` with `source` written to a part of it.
 
     Attributes:
+        node: The call that is it.
         views: From `base` to the part.
         used: The nodes that do no more than name the part, or write it back.
     """
 
+    node: fx.Node
     base: fx.Node
     source: fx.Node
     views: list[View]
@@ -59,7 +61,7 @@ def join_writes(graph: fx.Graph, target: OrtTarget) -> int:
     for node in graph.nodes:
         if (write := write_of(node)) is not None:
             before = written.get(write.base)
-            if before is not None and _is_for(write.base, node, write.used):
+            if before is not None and is_for(write.base, node, write.used):
                 del written[write.base]
             else:
                 before = []
@@ -98,7 +100,7 @@ def write_of(node: fx.Node, *, symbolic: bool = False) -> Write | None:
         used |= {inner, *names}
         inner = inner.args[1]
     known = [view for view in views if view is not None]
-    return Write(base, inner, known, used) if len(known) == len(views) else None
+    return Write(node, base, inner, known, used) if len(known) == len(views) else None
 
 
 def _elements(node: fx.Node) -> int:
@@ -130,7 +132,7 @@ def _part_of(node: Any, base: fx.Node, views: list[View | None], symbolic: bool)
     return nodes if node is base else set()
 
 
-def _is_for(tensor: fx.Node, write: fx.Node, used: set[fx.Node]) -> bool:
+def is_for(tensor: fx.Node, write: fx.Node, used: set[fx.Node]) -> bool:
     """Whether a tensor is there for a write alone, whose nodes are `used`: nothing else reads it, nor what names its part."""
     names = [user for user in used if user.target in _VIEWS]
     return all(user is write or user in used for one in (tensor, *names) for user in one.users)

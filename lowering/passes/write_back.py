@@ -12,7 +12,7 @@ from torch import fx
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.partition import root
 from ort_backend.lowering.passes.effects import drop_unread
-from ort_backend.lowering.passes.part_writes import LARGE, Write, write_of
+from ort_backend.lowering.passes.part_writes import LARGE, Write, is_for, write_of
 from ort_backend.lowering.symbolic import hint
 from ort_backend.lowering.write_back import BY_INDEX, WRITE_BACK
 from ort_backend.target import OrtTarget
@@ -20,10 +20,16 @@ from ort_backend.target import OrtTarget
 aten = torch.ops.aten
 
 
-def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None) -> int:
+def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None, *, alone: bool = False) -> int:
     """Replaces, in place, new values of arguments on the CPU among the first `outputs` results (None: all) by writes to these arguments.
 
     What else reads a new value still has it computed, of its slices only these (`read_less`).
+
+    Args:
+        graph: The graph.
+        target: What it is lowered for.
+        outputs: How many results are the forward's.
+        alone: Whether nothing but the writes may read what they write to, as where they may run before the rest, which then is the same.
 
     Returns:
         How many arguments are written to.
@@ -38,7 +44,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
     for argument, place in arguments.items():
         value = results[place]
         steps = _steps(value, argument, arguments.keys())
-        if steps is None:
+        if steps is None or (alone and not all(map(_is_alone, steps))):
             continue
         new = argument
         with graph.inserting_before(graph.output_node()):
@@ -76,6 +82,10 @@ def _steps(value: Any, argument: fx.Node, written: Set[fx.Node]) -> list[Write |
         steps.append(step)
         value = step.base if isinstance(step, Write) else value.args[0]
     return steps[::-1] if value is argument and steps else None
+
+
+def _is_alone(step: Write | fx.Node) -> bool:
+    return isinstance(step, Write) and is_for(step.base, step.node, step.used)
 
 
 def _elements(fake: Any) -> int:
