@@ -115,8 +115,9 @@ def read_less(graph: fx.Graph, value: Any) -> None:
             base = _call(graph, aten.slice.Tensor, write.base, *bounds)
             source = write.source if any(view.dim == dim for view in write.views) else _call(graph, aten.slice.Tensor, write.source, *bounds)
             parts = [base]
-            for view in write.views[:-1]:
+            for view in write.views:
                 parts.append(_call(graph, aten.slice.Tensor, parts[-1], view.dim, view.start, view.end))
+            source = _call(graph, aten.copy.default, parts.pop(), source)  # which may have another dtype, and be repeated
             for part, view in zip(parts[::-1], write.views[::-1], strict=True):
                 source = _call(graph, aten.slice_scatter.default, part, source, view.dim, view.start, view.end)
         reader.replace_all_uses_with(source)
@@ -127,7 +128,16 @@ def _has_part(given: dict[str, Any], write: Write) -> bool:
     if given["start"] not in (0, None) or given["step"] != 1 or write.source.meta["val"].dim() != write.base.meta["val"].dim():
         return False
     within = [view for view in write.views if view.dim == given["dim"]]
+    from_front = [given["dim"], given["end"], *(view.dim for view in write.views), *(bound for view in within for bound in (view.start, view.end))]
+    if not all(map(_is_from_front, from_front)):  # what is counted from the end is elsewhere in a slice
+        return False
     return not within or _number(within[0].end) == _number(given["end"]) or _is_less(within[0].end, given["end"])
+
+
+def _is_from_front(number: Any) -> bool:
+    """Whether a dimension, or a bound, is not negative: the tracer guards the sign of a symbolic one that has an example."""
+    value = number.meta["val"] if isinstance(number, fx.Node) else number
+    return isinstance(value, (int, torch.SymInt)) and (isinstance(value, int) or value.node.has_hint()) and hint(value) >= 0
 
 
 def _number(number: Any) -> Any:

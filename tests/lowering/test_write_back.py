@@ -37,6 +37,23 @@ def _row(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Ten
     return y + cache[at + 1]
 
 
+def _from_the_end(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[-at - 2 : -at] = y[:2]
+    return y + cache[:-at].sum(0) + cache[: ROWS - at - 1].mean(0)
+
+
+def _at_fixed_places_from_the_end(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[-4:-2] = y[:2]
+    other[:, -4:-2] = y[:1, -4:-2]
+    return y + cache[:-2].cos().sum(0) + cache[:-1].mean(0) + other[:, :-2].sum() + other[:-3, :].mean(0)
+
+
+def _repeated(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + 3] = y[:1]
+    other[at : at + 3, :3] = y[:3, :1].double()
+    return y + cache[: at + 3].sum(0) + cache[: at + 3, :40].sum() + other[: at + 4, :5].sum() + other[:, :3].mean()
+
+
 def _filled(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
     cache[at : at + 2] = 7.0
     return y + cache[: at + 3].mean(0)
@@ -92,6 +109,9 @@ PROGRAMS = [
     _slice,
     _columns_of_rows,
     _row,
+    _from_the_end,
+    _at_fixed_places_from_the_end,
+    _repeated,
     _filled,
     _twice,
     _reads_the_old_one,
