@@ -96,14 +96,15 @@ class Results:
         self.values: list[Any] = []
         self._fetched: set[Any] = set()  # the same
 
-    def add(self, node: Any) -> Output:
+    def add(self, node: Any, *, as_view: bool = True) -> Output:
+        """How a result, or what PyTorch makes one of, is had. `as_view`: it may be taken as a view of another result."""
         if not isinstance(node, fx.Node):
             return Output("constant", value=node)
         if node in self._arguments:
             return Output("argument", self._arguments[node])
         if self._lowering.is_behind(node):
             return self._made_behind(node)
-        view = self._view(node) if self._places else None
+        view = self._view(node) if as_view and self._places else None
         if view is not None:
             return view
         fake = node.meta["val"]
@@ -159,7 +160,7 @@ class Results:
                     nodes.add(source)
                     waiting.append(source)
         inputs = sorted(sources)
-        return Output("made", value=evaluation_of(sorted(nodes), inputs), parts=tuple(self.add(one) for one in inputs))
+        return Output("made", value=evaluation_of(sorted(nodes), inputs), parts=tuple(self.add(one, as_view=False) for one in inputs))
 
     def _view(self, node: fx.Node) -> Output | None:
         """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""

@@ -187,6 +187,25 @@ def test_which_are_written(program: Callable[..., Any], operators: set[str], bet
     assert found & {"ort_training::write_back", "aten::index_copy_", "aten::index_put_"} == (operators if WHOLE_GRAPHS or between else set())
 
 
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_parts_of_results(with_gradient: bool) -> None:
+    def write(cache: Tensor, x: Tensor, at: int) -> tuple[Tensor, ...]:
+        y, z = x * 2, x.tanh()
+        with torch.no_grad():
+            cache[at : at + 2] = y[:2]
+            cache[at + 3 : at + 5] = z.view(2, 3, WIDTH)[0, :2]
+            cache[at + 9] = z[5]
+        return x + 1, z, y, y.view(-1), z[1:]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(write, backend="ort_training", fullgraph=True, dynamic=False)
+    for at in (3, 4):
+        x = torch.randn(6, WIDTH, generator=seeded(at), requires_grad=with_gradient)
+        caches = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+        torch.testing.assert_close(compiled(caches[0], x, at), write(caches[1], x, at))
+        torch.testing.assert_close(*caches)
+
+
 @pytest.mark.parametrize("kind", ["copy", "itself", "view", "kept", "old"])
 def test_what_shares_memory(kind: str) -> None:
     torch._dynamo.reset()
