@@ -358,6 +358,13 @@ def _multiplies_pairs(node: fx.Node) -> bool:
     return is_pairs and becomes_pairs and (elements_of(larger.meta["val"]) or 0) >= _PAIRS
 
 
+def reads_pairs(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether a node takes complex numbers as pairs of real and imaginary part, as they lie in PyTorch's memory, or makes such."""
+    if node.target in (aten.view_as_real.default, aten.view_as_complex.default):
+        return True
+    return slow_kernels_may_go(target) and (_is_large_transform(node) or _multiplies_pairs(node))
+
+
 def _is_large_transform(node: fx.Node) -> bool:
     return node.target in _TRANSFORMS and _large_transform(node) is not None
 

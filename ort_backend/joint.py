@@ -31,6 +31,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
+from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
@@ -99,6 +100,7 @@ def lower_joint(
     if not strict:
         write_back_parts(graph, target, num_fwd_outputs)
     join_writes(graph, target)
+    move_pairs(graph, target)
     divide_tall_products(graph, target)
     if not strict:
         add_rows_in_place(graph, target)
@@ -171,6 +173,7 @@ def lower_inference(
     if not strict:
         write_back_parts(graph, target)
     join_writes(graph, target)
+    move_pairs(graph, target)
     hoisted = hoist(graph)
     drop_unread(graph)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -34,6 +34,7 @@ from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
+from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -102,6 +103,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     if not strict:
         write_back_parts(graph, target, alone=True)
     join_writes(graph, target)
+    move_pairs(graph, target)
     divide_tall_products(graph, target)
     if not strict:
         add_rows_in_place(graph, target)
