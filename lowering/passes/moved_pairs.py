@@ -176,7 +176,8 @@ def _move(node: fx.Node) -> _Move | None:
         return None
     if node.target is aten.copy.default and given["src"].meta["val"].shape != value.shape:
         return None
-    return move if move.arguments(given, _rank(move, given)) is not None else None
+    rank = _rank(move, given)
+    return move if rank > 0 and move.arguments(given, rank) is not None else None
 
 
 def _product(target: Any, given: Arguments) -> _Move | None:
