@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering import channels_last, depthwise, part_writes
+from ort_backend.lowering import channels_last, depthwise, part_writes, write_back
 
 aten = torch.ops.aten
 
@@ -39,4 +39,5 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution_backward.default: depthwise.convolution_backward,
     **channels_last.IMPLEMENTATIONS,
     **part_writes.IMPLEMENTATIONS,
+    **write_back.IMPLEMENTATIONS,
 }

@@ -47,6 +47,7 @@ from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.product_choice import product_in_bfloat16
 from ort_backend.lowering.symbolic import hint
+from ort_backend.lowering.write_back import IMPLEMENTATIONS as WRITES_HERE
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
@@ -165,7 +166,7 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:
         return "MKL's product is faster at this size"
-    if node.target is WRITE_PARTS:
+    if node.target is WRITE_PARTS or node.target in WRITES_HERE:
         return "PyTorch writes to parts of a tensor where they lie"
     if node.target in channels_last.IMPLEMENTATIONS:
         return "oneDNN's kernels take pictures with the channels last as they lie"

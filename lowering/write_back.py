@@ -1,14 +1,16 @@
-"""Writes to parts of a large argument (a cache, a queue), by PyTorch, in the user's memory, behind the session that computes what is written.
+"""Writes to parts of a large argument (a cache, a queue), by PyTorch, in the user's memory.
 
-AOTAutograd has the whole argument computed anew, and copied into the old one: of a cache of 64 MB 128 MB are written for each token.
+AOTAutograd has the whole argument computed anew, and copied into the old one: of a cache of 64 MB 128 MB are written for each token. A write stands
+behind the session that computes what is written; or inside, where the rest of the graph reads the whole argument after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ort_backend.lowering.part_writes import part_of
 
@@ -39,3 +41,34 @@ def _(tensor: Tensor, part: Tensor, view: Sequence[int]) -> Tensor:
     result = tensor.clone()
     part_of(result, view).copy_(part)
     return result
+
+
+# -- inside a session: `self` has to be a contiguous argument that nothing reads before the write, or the result of another such write
+
+_library.define("write_here(Tensor self, Tensor part, SymInt[] view) -> Tensor")
+_library.define("index_copy_here(Tensor self, int dim, Tensor index, Tensor source) -> Tensor")
+_library.define("index_put_here(Tensor self, Tensor?[] indices, Tensor values, bool accumulate=False) -> Tensor")
+_here = torch.ops.ort_training
+WRITE_HERE = _here.write_here.default
+BY_INDEX_HERE = {aten.index_copy.default: _here.index_copy_here.default, aten.index_put.default: _here.index_put_here.default}
+
+# What a node calls: it returns `self`, whose memory ONNX Runtime gives to nobody else, as it is not its own.
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    WRITE_HERE: write_into,
+    **{target: BY_INDEX[functional] for functional, target in BY_INDEX_HERE.items()},
+}
+
+
+def _fake(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def written_argument(node: Any) -> Any:
+    """The argument that a write inside a session returns; any other node, or constant, as it is."""
+    while isinstance(node, fx.Node) and node.target in IMPLEMENTATIONS:
+        node = node.args[0]
+    return node
+
+
+for _target in IMPLEMENTATIONS:
+    torch.library.register_fake(_target, _fake, lib=_library)

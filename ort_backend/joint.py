@@ -51,6 +51,8 @@ from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.saved import read_behind_yield
+from ort_backend.lowering.write_back import IMPLEMENTATIONS as WRITES_HERE
+from ort_backend.lowering.write_back import written_argument
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
 from ort_backend.runtime.loose_tangents import zeros_for
@@ -171,7 +173,7 @@ def lower_inference(
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
     if not strict:
-        write_back_parts(graph, target)
+        write_back_parts(graph, target, inside=True)
     join_writes(graph, target)
     move_pairs(graph, target)
     hoisted = hoist(graph)
@@ -184,7 +186,10 @@ def lower_inference(
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, primals, draws, calls, ())
     lowering.run(calls)
-    outputs, fetched = add_outputs(lowering, results, primals, views=True)
+    outputs, fetched = add_outputs(lowering, list(map(written_argument, results)), primals, views=True)
+    for node in calls:
+        if node.target in WRITES_HERE and not (value := lowering.value(node)).is_graph_output():
+            lowering.add_output(value)  # Never fetched as one: it makes this memory that no other node writes its result to.
     plan = InferencePlan(inputs, outputs, hoisted.draws, tuple(device_of(node) for node in fetched))
     return rewrite(lowering.finish()), plan
 

@@ -23,7 +23,7 @@ class InferencePlan:
         inputs: The ONNX graph's inputs; positions count the callable's arguments first, then the draws.
         outputs: The callable's results.
         draws: Random tensors, drawn from PyTorch's generator in this order before the session runs, from the callable's arguments.
-        fetch_devices: The device of each output of the ONNX graph.
+        fetch_devices: The device of each output of the ONNX graph that is fetched; others may stand behind those.
     """
 
     inputs: tuple[Input, ...]
@@ -42,6 +42,7 @@ class InferenceGraph:
         self._draws = plan.draws
         self._lend, self._fetch = lender(plan.inputs), fetcher(plan.outputs)
         self._devices = [ort_device(device) for device in plan.fetch_devices]
+        self._names = session.outputs[: len(self._devices)] if session is not None else []
         self._run_options = session.run_options(plan.fetch_devices) if session is not None else None
         self._counts = counts
         self._owner = Owner(self.release)
@@ -57,7 +58,7 @@ class InferenceGraph:
             run = session.open().run_with_ortvaluevector
             try:
                 with session.running():
-                    run(self._run_options, session.inputs, feeds, session.outputs, fetches, self._devices)
+                    run(self._run_options, session.inputs, feeds, self._names, fetches, self._devices)
             except ORT_ERRORS as error:
                 raise session.failure(error) from None
         results = self._fetch(fetches, everything)

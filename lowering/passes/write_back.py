@@ -14,13 +14,13 @@ from ort_backend.lowering.partition import root
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.part_writes import LARGE, Write, is_for, write_of
 from ort_backend.lowering.symbolic import hint
-from ort_backend.lowering.write_back import BY_INDEX, WRITE_BACK
+from ort_backend.lowering.write_back import BY_INDEX, BY_INDEX_HERE, WRITE_BACK, WRITE_HERE
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
 
-def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None, *, alone: bool = False) -> int:
+def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None, *, alone: bool = False, inside: bool = False) -> int:
     """Replaces, in place, new values of arguments on the CPU among the first `outputs` results (None: all) by writes to these arguments.
 
     What else reads a new value still has it computed, of its slices only these (`read_less`).
@@ -30,6 +30,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
         target: What it is lowered for.
         outputs: How many results are the forward's.
         alone: Whether nothing but the writes may read what they write to, as where they may run before the rest, which then is the same.
+        inside: Whether there is one session, and no other: one that reads the whole new value may write it where the argument lies.
 
     Returns:
         How many arguments are written to.
@@ -45,6 +46,12 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
         value = results[place]
         steps = _steps(value, argument, arguments.keys())
         if steps is None or (alone and not all(map(_is_alone, steps))):
+            continue
+        returned = [one for i, one in enumerate(results) if i not in written.values()]
+        if inside and _is_read(value, steps) and _may_be_written_inside(argument, steps, returned):
+            value.replace_all_uses_with(_written_here(graph, argument, steps))
+            results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+            count += 1
             continue
         new = argument
         with graph.inserting_before(graph.output_node()):
@@ -86,6 +93,44 @@ def _steps(value: Any, argument: fx.Node, written: Set[fx.Node]) -> list[Write |
 
 def _is_alone(step: Write | fx.Node) -> bool:
     return isinstance(step, Write) and is_for(step.base, step.node, step.used)
+
+
+def _is_read(value: fx.Node, steps: list[Write | fx.Node]) -> bool:
+    """Whether something reads a new value of which more than slices that `read_less` takes."""
+    last = steps[-1]
+    readers = [user for user in value.users if user.op != "output"]
+    return any(isinstance(last, fx.Node) or reader.target is not aten.slice.Tensor or not _has_part(arguments_of(reader), last) for reader in readers)
+
+
+def _may_be_written_inside(argument: fx.Node, steps: list[Write | fx.Node], returned: list[Any]) -> bool:
+    """Whether nothing reads the old value, and no result may be what lies there, as a copy may be that a lowering leaves out.
+
+    The argument has to be contiguous: else a session gets a copy.
+    """
+    size = _elements(argument.meta["val"])
+    new = steps[-1] if isinstance(steps[-1], fx.Node) else steps[-1].node
+    others = [one.meta["val"] for one in returned if isinstance(one, fx.Node) and one is not new]
+    has_its_size = any(isinstance(fake, torch.Tensor) and _elements(fake) == size for fake in others)
+    return argument.meta["val"].is_contiguous() and not has_its_size and all(map(_is_read_once, steps))
+
+
+def _is_read_once(step: Write | fx.Node) -> bool:
+    """Whether only a write reads what it writes to."""
+    return _is_alone(step) if isinstance(step, Write) else list(step.args[0].users) == [step]  # type: ignore[union-attr]
+
+
+def _written_here(graph: fx.Graph, argument: fx.Node, steps: list[Write | fx.Node]) -> fx.Node:
+    new = argument
+    for step in steps:
+        node = step if isinstance(step, fx.Node) else step.node
+        with graph.inserting_before(node):
+            if isinstance(step, fx.Node):
+                written = graph.call_function(BY_INDEX_HERE[step.target], (new, *step.args[1:]), dict(step.kwargs))  # type: ignore[index]
+            else:
+                written = graph.call_function(WRITE_HERE, (new, step.source, [number for view in step.views for number in view]))
+        written.meta = dict(node.meta)
+        new = written
+    return new
 
 
 def _elements(fake: Any) -> int:

@@ -83,6 +83,32 @@ def _reads_all(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) 
     return y @ cache.T
 
 
+def _reads_all_in_many_ways(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    """What computes in the memory of what it reads would change the cache."""
+    cache.index_copy_(0, index, y[: len(index)])
+    cache[:, at] = y[0, 0]
+    cache.index_put_((index,), y[: len(index)], accumulate=True)
+    other[at : at + 2, 3:9] = y[:2, 3:9]
+    normalized = cache.clone().softmax(-1).sum(0) + cache.view(2, -1, WIDTH).relu().sum((0, 1))
+    return y * normalized + other.clone().tanh_().sum(0) + other.exp().mean()
+
+
+def _copied_to_the_other(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + len(y)] = y
+    other.copy_(cache)
+    return y * 2
+
+
+def _reads_the_sizes(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache.index_copy_(0, index, y[: len(index)])
+    return y + torch.zeros_like(cache)[:1]
+
+
+def _reads_all_and_returns_a_copy(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
+    cache[at : at + len(y)] = y
+    return torch.cat([cache.clone()]) * 1.0 if at == 0 else cache.clone().view_as(other) + 0 * cache.mean()
+
+
 def _added(cache: Tensor, other: Tensor, y: Tensor, at: int, index: Tensor) -> Tensor:
     cache.index_put_((index,), y[: len(index)], accumulate=True)
     return y * 3
@@ -117,6 +143,10 @@ PROGRAMS = [
     _reads_the_old_one,
     _returns_the_old_one,
     _reads_all,
+    _reads_all_in_many_ways,
+    _copied_to_the_other,
+    _reads_the_sizes,
+    _reads_all_and_returns_a_copy,
     _added,
     _of_each_other,
     _of_itself,
@@ -164,27 +194,50 @@ def test_equals_eager(program: Callable[..., Any], dynamic: bool | None, with_gr
     torch.testing.assert_close(_run(compiled, with_gradient, transposed), _run(function, with_gradient, transposed), rtol=1e-4, atol=1e-4)
 
 
+BACK, HERE, ROWS_HERE = "ort_training::write_back", "ort_training::write_here", "ort_training::index_copy_here"
+WRITES = {BACK, HERE, ROWS_HERE, "ort_training::index_put_here", "aten::index_copy_", "aten::index_put_"}
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("program", "operators", "between"),
     [
-        (_slice, {"ort_training::write_back"}, True),
-        (_columns_of_rows, {"ort_training::write_back"}, True),
-        (_row, {"ort_training::write_back"}, True),
-        (_reads_all, {"aten::index_copy_"}, False),
-        (_added, {"aten::index_put_"}, False),
-        (_of_each_other, {"ort_training::write_back"}, False),  # of one alone
-        (_whole_other, set(), False),
-        (_reads_the_old_one, {"ort_training::write_back"}, False),
-        (_twice, {"ort_training::write_back"}, False),
+        (_slice, {BACK}, {BACK}),
+        (_columns_of_rows, {HERE}, {BACK}),
+        (_row, {HERE}, {BACK}),
+        (_reads_all, {ROWS_HERE}, set()),
+        (_reads_all_in_many_ways, {HERE, ROWS_HERE, "ort_training::index_put_here"}, {BACK}),
+        (_reads_all_and_returns_a_copy, {BACK}, {BACK}),
+        (_added, {"aten::index_put_"}, set()),
+        (_of_each_other, {BACK}, set()),  # of one alone
+        (_whole_other, set(), set()),
+        (_reads_the_old_one, {BACK}, set()),
+        (_twice, {BACK}, set()),
     ],
 )
-def test_which_are_written(program: Callable[..., Any], operators: set[str], between: bool, dynamic: bool) -> None:
-    """`between`: also where sessions are several, which may run before or behind a write."""
+def test_which_are_written(program: Callable[..., Any], operators: set[str], between: set[str], dynamic: bool) -> None:
+    """`between`: where sessions are several, which may run before or behind a write."""
     torch._dynamo.reset()
     _run(torch.compile(program, backend="ort_training", fullgraph=True, dynamic=dynamic), with_gradient=False, transposed=False)
     found = {one.operator for one in ort_backend.report().graphs[-1].outside}
-    assert found & {"ort_training::write_back", "aten::index_copy_", "aten::index_put_"} == (operators if WHOLE_GRAPHS or between else set())
+    assert found & WRITES == (operators if WHOLE_GRAPHS else between)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    def write(cache: Tensor, x: Tensor, index: Tensor) -> Tensor:
+        cache.index_copy_(0, index, x)
+        cache[5] = x[0]
+        cache[300:, 1:9] = x[:1, 1:9]
+        return cache.float().sum(0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(write, backend="ort_training", fullgraph=True)
+    caches = [(torch.randn(ROWS, WIDTH, generator=seeded(0)) * 3).to(dtype) for _ in range(2)]
+    for at in (2, 3):
+        x, index = (torch.randn(2, WIDTH, generator=seeded(at)) * 3).to(dtype), torch.tensor([at, at + 7])
+        torch.testing.assert_close(compiled(caches[0], x, index), write(caches[1], x, index), rtol=1e-3, atol=1e-2)
+        assert torch.equal(*caches)
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -206,7 +259,7 @@ def test_parts_of_results(with_gradient: bool) -> None:
         torch.testing.assert_close(*caches)
 
 
-@pytest.mark.parametrize("kind", ["copy", "itself", "view", "kept", "old"])
+@pytest.mark.parametrize("kind", ["copy", "copies", "itself", "view", "kept", "old"])
 def test_what_shares_memory(kind: str) -> None:
     torch._dynamo.reset()
 
@@ -225,6 +278,8 @@ def test_what_shares_memory(kind: str) -> None:
             if kind == "kept":
                 self.cache = self.cache.to(x)
                 return x * 2, self.cache[:2].sum()
+            if kind == "copies":
+                return self.cache.relu().sum(), torch.cat([self.cache.clone()]).view(-1, WIDTH)
             return x * 2, {"copy": self.cache.clone(), "itself": self.cache, "view": self.cache[:4]}[kind]
 
     model = Model()
@@ -241,7 +296,7 @@ def test_what_shares_memory(kind: str) -> None:
             assert torch.equal(part, was[:4]) and torch.equal(result, was) and result.data_ptr() != before.data_ptr()
         else:
             torch.testing.assert_close(result, before[: len(result)])
-            assert (result.data_ptr() == before.data_ptr()) == (kind != "copy")
+            assert (result.data_ptr() == before.data_ptr()) == (kind not in ("copy", "copies"))
 
 
 def test_slices_are_taken_before_the_write() -> None:
