@@ -43,6 +43,7 @@ from ort_backend.lowering.operator_class import (
     size_of,
     table_key,
 )
+from ort_backend.lowering.pair_choice import TRANSFORMS, is_large_transform, large_transform, multiplies_pairs
 from ort_backend.lowering.part_writes import WRITE_PARTS
 from ort_backend.lowering.passes.selected_gradients import SELECTS
 from ort_backend.lowering.product_choice import product_in_bfloat16
@@ -51,8 +52,6 @@ from ort_backend.lowering.write_back import IMPLEMENTATIONS as WRITES_HERE
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
-
-_TRANSFORMS = {aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default}
 
 # What ONNX Runtime computes step by step, or in hundreds of small nodes: from how many elements on PyTorch's kernel is faster, for any dtype.
 # ONNX Runtime's time over PyTorch's in a PythonOp (`python -m benchmarks.kernel_choice --only steps`): running extremes of 1024 to a million elements
@@ -129,9 +128,6 @@ _ONEDNN_BFLOAT16 = 1.6  # the median
 _SIDE_BY_SIDE = 8
 _LARGE_POOLING = 65536
 
-# Complex numbers from which on a product that takes and gives pairs is PyTorch's.
-_PAIRS = 4096
-
 # For a GPU. How many rows a group has follows from data, and ONNX Runtime's Split takes sizes from the host: a copy, and a wait, for each product.
 _GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "transformers::grouped_mm_fallback_backward"}
 
@@ -188,11 +184,11 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return None  # chosen in the finished graph, which has more of them (`casts`)
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return long_attention(node, target)
-    if node.target in _TRANSFORMS:
-        return _large_transform(node)
+    if node.target in TRANSFORMS:
+        return large_transform(node)
     if is_volume_convolution(node):
         return "oneDNN's convolutions of volumes are faster, and ONNX Runtime has no kernel for their gradients"
-    if _multiplies_pairs(node):
+    if multiplies_pairs(node):
         return "PyTorch's kernel takes pairs of real and imaginary parts as they lie in memory"
     if target.onednn and depthwise.is_faster_in_pytorch(node):
         return "oneDNN's kernels take the channels of all images side by side"
@@ -324,7 +320,7 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
 
 def slow_as_products(node: fx.Node, target: OrtTarget) -> bool:
     """Whether a Fourier transform takes ONNX Runtime, which writes it as products with matrices, longer than PyTorch's kernel takes."""
-    return slow_kernels_may_go(target) and _is_large_transform(node)
+    return slow_kernels_may_go(target) and is_large_transform(node)
 
 
 def is_volume_convolution(node: fx.Node) -> bool:
@@ -344,56 +340,6 @@ def _finds_positions(node: fx.Node) -> bool:
 
 def _is_grouped(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
-
-
-def _multiplies_pairs(node: fx.Node) -> bool:
-    """Whether a product of complex tensors comes from pairs of real numbers and becomes pairs again, as in rotary embeddings and global filters.
-
-    In ONNX Runtime real and imaginary parts are taken apart and put together again, two numbers a copy: five times as long.
-    """
-    if node.target is not aten.mul.Tensor or not all(isinstance(one, fx.Node) and _is_complex(one) for one in node.args):
-        return False
-    larger: Any = max(node.args, key=lambda one: elements_of(one.meta["val"]) or 0)  # type: ignore[union-attr]
-    is_pairs = larger.op == "placeholder" or larger.target is aten.view_as_complex.default or _is_large_transform(larger)
-    becomes_pairs = all(user.op == "output" or user.target is aten.view_as_real.default or _is_large_transform(user) for user in node.users)
-    return is_pairs and becomes_pairs and (elements_of(larger.meta["val"]) or 0) >= _PAIRS
-
-
-def reads_pairs(node: fx.Node, target: OrtTarget) -> bool:
-    """Whether a node takes complex numbers as pairs of real and imaginary part, as they lie in PyTorch's memory, or makes such."""
-    if node.target in (aten.view_as_real.default, aten.view_as_complex.default):
-        return True
-    return slow_kernels_may_go(target) and (_is_large_transform(node) or _multiplies_pairs(node))
-
-
-def _is_large_transform(node: fx.Node) -> bool:
-    return node.target in _TRANSFORMS and _large_transform(node) is not None
-
-
-def _is_complex(node: fx.Node) -> bool:
-    return isinstance(value := node.meta.get("val"), torch.Tensor) and value.is_complex()
-
-
-def _large_transform(node: fx.Node) -> str | None:
-    """A Fourier transform, which on ONNX Runtime is a product with a matrix for each dimension, of a long one two.
-
-    Measured with transforms forth and back around a product, and their gradients: over rows of 64, products take 0.7 of the time of PyTorch's
-    transforms inside a PythonOp for 256 rows, 1.3 for 4096; over planes 1.0 for 128 of 16 x 16, 1.5 of 32 x 32, 1.3 for 8 of 64 x 64, 2.1 for 128;
-    over rows of 96, whose products are two, 2.4 and 3.2. Over another dimension than the last they take 0.6 to 0.9, up to a length of 64
-    (`torch.fft.rfft` to `fft2`; AMD EPYC of family 25, model 17). For a symbolic length the matrix is made in every run.
-    """
-    fakes = [one.meta["val"] for one in (node.args[0], node)]  # type: ignore[union-attr]
-    real = max(fakes, key=lambda fake: elements_of(fake) or 0)
-    dims: Any = node.args[1]
-    lengths = [real.shape[d] for d in dims]
-    sizes, elements = list(map(hint, lengths)), elements_of(real) or 0
-    multiplications = elements * sum(sizes)
-    if max(sizes) <= 64:
-        along_rows = {-1, len(real.shape) - 1} & {*dims}
-        stays = multiplications < (8e6 if len(sizes) == 1 else 3e6) or (len(sizes) == 1 and not along_rows)
-    else:
-        stays = elements <= 16384 and (max(sizes) <= 256 or all(isinstance(size, int) for size in lengths))
-    return None if stays else "PyTorch's transforms are faster at this size"
 
 
 def lstm_by_onednn(length: int, batch: int, hidden: int) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import arguments_of, call_beside
-from ort_backend.lowering.kernel_choice import reads_pairs, slow_kernels_may_go
+from ort_backend.lowering.kernel_choice import slow_kernels_may_go
+from ort_backend.lowering.pair_choice import reads_pairs
 from ort_backend.lowering.partition import view_chain
 from ort_backend.target import OrtTarget
 
@@ -126,8 +127,8 @@ def move_pairs(graph: fx.Graph, target: OrtTarget) -> int:
     zeros = {node for node in graph.nodes if _is_zeros(node)}
     if not moves:
         return 0
-    pairs = {node for node in graph.nodes if _is_complex(node) and (node.op == "placeholder" or reads_pairs(node, target))} | zeros
-    ends = {node for node in graph.nodes if node.op == "output" or node.target in _READ_SIZES or reads_pairs(node, target)}
+    pairs = {node for node in graph.nodes if _is_complex(node) and (node.op == "placeholder" or reads_pairs(node))} | zeros
+    ends = {node for node in graph.nodes if node.op == "output" or node.target in _READ_SIZES or reads_pairs(node)}
     while lost := [node for node, move in moves.items() if not _pays(node, move, moves.keys() | pairs, moves.keys() | ends)]:
         for node in lost:
             del moves[node]
