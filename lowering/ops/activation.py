@@ -76,8 +76,8 @@ def threshold_backward(op, grad_output, self, threshold):
 @register(aten.gelu.default, requires=("com.microsoft::Gelu", "com.microsoft::FastGelu"))
 def gelu_fused(op, self, *, approximate="none"):
     """gelu(Tensor self, *, str approximate='none') -> Tensor"""
-    if approximate == "tanh" and self.dtype == ir.DataType.DOUBLE:
-        raise Unsupported("FastGelu in float64 has constants of float32 (onnxruntime 1.32)")
+    if approximate == "tanh" and (self.dtype == ir.DataType.DOUBLE or not self.shape):
+        raise Unsupported("FastGelu refuses 0-d tensors, and in float64 has constants of float32 (onnxruntime 1.32)")
     return microsoft(op, "Gelu" if approximate == "none" else "FastGelu", self, like=self)
 
 

@@ -63,6 +63,11 @@ def test_attention_is_not_decomposed(form: str, dtype: torch.dtype, tolerance: f
     assert graph.python_ops == 0 and graph.kind == "training"
 
 
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_of_a_single_number(approximate: str) -> None:
+    assert check(lambda x: F.gelu(x * 2, approximate=approximate) * 3, torch.tensor(0.3)).python_ops == 0
+
+
 def test_attention_with_dropout_drops_what_eager_drops() -> None:
     assert check(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.4), *heads(6, 6, 6)).python_ops == 0
 
