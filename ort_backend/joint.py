@@ -217,7 +217,7 @@ def _yield(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Ou
     if (last := lowering.last_python) is not None and last not in values:
         # The user's Python runs in the forward, also where nothing uses its results.
         values.append(last)
-        nodes.append(partition.forward[-1])
+        nodes.append(next(node for node in reversed(partition.forward) if "val" in node.meta))  # a check has none
     lowering.yield_op(values, _entering(partition), [i for i in range(len(values)) if i not in partners])
     return outputs, nodes, values
 

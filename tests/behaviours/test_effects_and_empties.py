@@ -106,11 +106,13 @@ def test_a_class_out_of_range_is_an_error_in_one_hot() -> None:
 
 
 @pytest.mark.cpu_only(reason="an assertion that leaves the process fit for what follows")
+@pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_an_assertion_in_the_graph_holds(dynamic: bool) -> None:
+def test_an_assertion_in_the_graph_holds(dynamic: bool, is_last: bool) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        torch._assert_async((x > 0).all(), "must be positive")
-        return x.exp()
+        result = x.exp()
+        torch._assert_async(((result if is_last else x) > int(is_last)).all(), "must be positive")
+        return result if is_last else x.exp()
 
     compiled = torch.compile(function, backend="ort_training", fullgraph=True, dynamic=dynamic)
     x = torch.rand(3, requires_grad=True)
