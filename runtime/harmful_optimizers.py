@@ -15,7 +15,9 @@ from ort_backend.target import ATEN, TRITON
 def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[str]:
     """Graph optimizers of ONNX Runtime that break this graph, by name, where the provider runs it.
 
-    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2).
+    MatmulTransposeFusion makes a FusedMatMul of Transpose and MatMul, for which the CPU provider has no float64 kernel (1.19.2);
+    and where a transposed tensor is multiplied by itself, it counts that product twice among the readers, and fails to remove a Transpose that
+    something else reads (1.19.2).
     MatMulScaleFusion makes a factor of float64 an attribute, which is float32 (1.31.1), and forgets the dimensions that one has beyond those of the
     product (1.19.2).
     QuickGeluFusion likewise makes a QuickGelu of a product with a Sigmoid; and in bfloat16 where it has no kernel (CUDA, 1.19.2).
@@ -39,7 +41,7 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     """
     products = [node.outputs[0] for node in model.graph if node.op_type in ("MatMul", "FusedMatMul")]
     is_double = any(value.dtype == ir.DataType.DOUBLE for value in products)
-    harmful = ["MatmulTransposeFusion"] if is_double else []
+    harmful = ["MatmulTransposeFusion"] if is_double or any(map(_is_square_of_transposed, products)) else []
     if is_double or any(map(_gets_dimensions, products)):
         harmful.append("MatMulScaleFusion")
     sigmoids = {node.outputs[0].dtype for node in model.graph if node.op_type == "Sigmoid"}
@@ -64,6 +66,18 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     if _computes_again_what_is_handed_out(model):
         harmful.append("CommonSubexpressionElimination")
     return harmful
+
+
+def _is_square_of_transposed(product: ir.Value) -> bool:
+    """Whether both operands are one value that is transposed, or may come to be: the optimizers move a Transpose behind other movements."""
+    node = product.producer()
+    assert node is not None
+    value, other = node.inputs[:2]
+    while value is other and value is not None and (made := value.producer()) is not None and made.op_type in _MOVEMENTS:
+        if made.op_type == "Transpose":
+            return True
+        value = other = made.inputs[0]
+    return False
 
 
 def _gets_dimensions(value: ir.Value) -> bool:

@@ -229,7 +229,7 @@ class Session:
             if self.captures and "graph capture" in str(error):
                 self.capture_no_more(error)
                 return self._made(fuses=fuses)
-            if self._config.provider != CPU_PROVIDER and options.graph_optimization_level in _FUSING:
+            if options.graph_optimization_level in _FUSING:
                 return self._without_fusions(error)
             raise SessionError(f"ONNX Runtime rejects the graph {self.name!r}: {error}") from error
         if made.get_providers()[0] != self._config.provider:

@@ -14,6 +14,7 @@ from behaviours.check import call, same_as_eager
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ort_backend.runtime import capabilities, session
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 
 SIZES = {"large": [1200, 1200], "small": [2, 3], "empty": [0, 3]}
@@ -77,6 +78,24 @@ def test_a_factor_with_more_dimensions_than_the_product(operator: Callable[..., 
 def test_arithmetic_with_a_constant_without_elements(operator: Callable[..., torch.Tensor], train: bool) -> None:
     x, w = torch.randn(2, 0, 8).requires_grad_(train), torch.randn(8, 3)
     same_as_eager(lambda x, w: operator(x, torch.arange(x.shape[1]).float()[:, None]) @ w, call(x, w), train=train)
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """A product of a transposed tensor with itself, that the backward reads, too."""
+    x = x.clone().transpose(0, -1).unsqueeze(0)
+    return x.mT @ x * 2
+
+
+def test_a_transposed_tensor_times_itself(caplog: pytest.LogCaptureFixture) -> None:
+    same_as_eager(_square, call(torch.randn(8, 6, requires_grad=True)))
+    assert "without its fusions" not in caplog.text
+
+
+def test_a_fusion_that_is_not_known_to_fail(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the training package's fails there."""
+    monkeypatch.setattr(session, "harmful_optimizers", lambda *_: [])
+    same_as_eager(_square, call(torch.randn(8, 6, requires_grad=True)))
+    assert ("without its fusions" in caplog.text) == capabilities.has_training()
 
 
 def _optimizers(model: nn.Module, x: torch.Tensor, capfd: pytest.CaptureFixture[str]) -> collections.Counter[str]:
