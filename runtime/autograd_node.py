@@ -1,4 +1,4 @@
-"""The node of autograd's graph that a compiled forward has made."""
+"""The node of autograd's graph that a compiled forward has made, and what its backward returns to it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,17 @@ def node_of(tensors: Sequence[Any], since: int) -> Any:
             return node
         waiting.extend(source for source, _ in node.next_functions)
     return None
+
+
+def without_gradient(depends_on: Sequence[frozenset[int]], undefined: frozenset[int]) -> set[int]:
+    """Which arguments get None in the backward that runs on this thread: those whose gradients depend on undefined tangents only.
+
+    Not so leaves with hooks, which get zeros: autograd calls hooks with what a node returns, None included, and few expect that. Eager PyTorch, where
+    such a leaf is not reached, does not call them.
+    """
+    missing = {i for i, needs in enumerate(depends_on) if needs and needs <= undefined}
+    node = torch._C._current_autograd_node() if missing else None
+    if node is not None and len(node.next_functions) == len(depends_on):
+        leaves = ((i, getattr(source, "variable", None)) for i, (source, _) in enumerate(node.next_functions) if i in missing)
+        missing.difference_update([i for i, leaf in leaves if leaf is not None and leaf._backward_hooks])
+    return missing

@@ -12,7 +12,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime import loose_tangents
-from ort_backend.runtime.autograd_node import node_of
+from ort_backend.runtime.autograd_node import node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
@@ -168,7 +168,8 @@ class RegionGraph:
                 values[place] = None
         if undefined:
             values = [*values, None]
-            places = [len(values) - 1 if needs and needs <= undefined else place for place, needs in zip(plan.results, plan.depends_on, strict=True)]
+            missing = without_gradient(plan.depends_on, undefined)
+            places = [len(values) - 1 if i in missing else place for i, place in enumerate(plan.results)]
             return [constant if place is None else values[place] for place, constant in zip(places, plan.constants)]
         return [constant if place is None else values[place] for place, constant in self.results]
 

@@ -16,12 +16,13 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
-from ort_backend.runtime import fsdp, loose_tangents
-from ort_backend.runtime.autograd_node import node_of
+from ort_backend.runtime import loose_tangents
+from ort_backend.runtime.autograd_node import node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
+from ort_backend.runtime.pending_run import PendingRun, versions_of
 from ort_backend.runtime.python_op import RunState
 from ort_backend.runtime.random_state import random_state, set_random_state
 from ort_backend.runtime.session import ORT_ERRORS, Session
@@ -70,44 +71,6 @@ class TrainingPlan:
     loose: Mapping[int, loose_tangents.Zero] = dataclasses.field(default_factory=dict)
 
 
-class _Run:
-    """One forward that waits for its backward: the session's state at the `YieldOp`, and how to get there again."""
-
-    __slots__ = (
-        *("addresses", "agent", "args", "arguments", "guard", "key", "memory", "python"),
-        *("random", "redraw", "state", "undefined", "versions", "will_be_released"),
-    )
-
-    def __init__(self, agent: _Agent, state: Any, python: RunState | None, args: list[Any], versions: list[int], read: Sequence[int]) -> None:
-        self.agent: _Agent | None = agent
-        self.state = state
-        self.python = python  # what users' Functions keep
-        self.random: list[torch.Tensor] | None = None  # the generators before it, where the session draws from them
-        self.args: list[Any] | None = args
-        self.versions = versions
-        # What the backward reads where it lies: kept for as long, also when the user gives a tensor other memory (`tensor.data = other`).
-        self.memory = [args[i].untyped_storage() for i in read]
-        self.addresses = [memory.data_ptr() for memory in self.memory]
-        # A user's Function may wait for other processes: whether it runs again must not depend on which address FSDP gets in each of them.
-        self.will_be_released = python is not None and fsdp.gives_back(self.memory)
-        self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for, and fills with zeros
-        self.guard: Any = None
-        self.key = 0
-        # Under `torch.autograd.graph.saved_tensors_hooks`: how many of `args` are the forward's, and the generators before the draws behind them.
-        self.arguments: int | None = None
-        self.redraw: list[torch.Tensor] | None = None
-
-    def rest(self) -> None:
-        """Gives up all but what the forward takes to run again: its arguments, without the draws behind them."""
-        self.state, self.memory, self.addresses = None, [], []
-        if self.args is not None:
-            del self.args[self.arguments :]
-
-    def is_released(self) -> bool:
-        """Whether some of that memory has been given back or replaced, which only `resize_` on the storage itself does."""
-        return self.will_be_released or [memory.data_ptr() for memory in self.memory] != self.addresses
-
-
 class _Agent:
     """ONNX Runtime's agent and the session that it works on, which it does not keep alive itself."""
 
@@ -122,15 +85,23 @@ class _Agent:
 
 
 class _Latest(threading.local):
-    """The forward that ran last on this thread, where something is to be done with its results."""
+    """On this thread: the forward that ran last, where something is to be done with its results; and what the next backward has no gradient for."""
 
-    run: _Run | None = None
+    run: PendingRun | None = None
+    undefined: frozenset[int] = frozenset()
 
 
 class _Holder:
-    """Lives as long as the node of autograd that it is put on."""
+    """Lives as long as the node of autograd that it is put on, and tells its run."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "key")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+
+# Of all graphs: a backward may come with the token of another one.
+_TOKENS = itertools.count()
 
 
 class TrainingGraph:
@@ -149,8 +120,7 @@ class TrainingGraph:
         self._plan = plan
         self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
         self._feed_tangents, self._fetch_gradients = feeder(plan.tangents), fetcher(plan.gradients)
-        self._runs: dict[int, _Run] = {}
-        self._tokens = itertools.count()
+        self._runs: dict[int, PendingRun] = {}
         self._latest = _Latest()
         every = frozenset(one.position for one in plan.tangents)
         # Whether some gradient depends on some of the tangents only, or a user's Function may: then `watch` is to be called.
@@ -166,7 +136,7 @@ class TrainingGraph:
         self._warned_of_release = False
         self._owner = Owner(self.release)
 
-    def start(self, args: Sequence[Any], *, hooked: bool = False, computed: Sequence[int] | None = None) -> tuple[list[Any], list[Any], _Run]:
+    def start(self, args: Sequence[Any], *, hooked: bool = False, computed: Sequence[int] | None = None) -> tuple[list[Any], list[Any], PendingRun]:
         """Runs up to the `YieldOp`.
 
         Args:
@@ -194,12 +164,12 @@ class TrainingGraph:
         agent, state, fetches = self._advance(held, python, args)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]
-        run = _Run(agent, state, python, held, _versions(held, plan.replayed), (*plan.saved, *plan.changing))
+        run = PendingRun(agent, state, python, held, versions_of(held, plan.replayed), (*plan.saved, *plan.changing))
         run.random, run.redraw = random, before
         run.arguments = len(args) if hooked else None
         return results, saved, run
 
-    def resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any], undefined: frozenset[int] | None = None) -> list[Any]:
+    def resume(self, run: PendingRun, tangents: list[Any], saved: Sequence[Any], undefined: frozenset[int] | None = None) -> list[Any]:
         """Resumes behind the `YieldOp`: the gradients.
 
         Args:
@@ -219,7 +189,7 @@ class TrainingGraph:
             return row_by_row(lambda row, is_last: self._resume(run, row, saved, keep=not is_last), tangents)
         return self._resume(run, tangents, saved)
 
-    def _resume(self, run: _Run, tangents: list[Any], saved: Sequence[Any], *, keep: bool = False) -> list[Any]:
+    def _resume(self, run: PendingRun, tangents: list[Any], saved: Sequence[Any], *, keep: bool = False) -> list[Any]:
         self._counts.backward += 1
         arguments = [*tangents, *(saved[i] for i in self._plan.returned)] if self._plan.returned else tangents
         if run.state is not None and run.is_released():
@@ -244,7 +214,8 @@ class TrainingGraph:
             run.agent, run.memory, run.addresses, run.random, run.redraw = None, [], [], None, None
         gradients = self._fetch_gradients(fetches, arguments)
         if run.undefined:
-            return [None if needs and needs <= run.undefined else g for g, needs in zip(gradients, self._plan.depends_on, strict=True)]
+            missing = without_gradient(self._plan.depends_on, run.undefined)
+            return [None if i in missing else gradient for i, gradient in enumerate(gradients)]
         return gradients
 
     @functools.cached_property
@@ -270,8 +241,12 @@ class TrainingGraph:
         saved, token, tangents = args[:count], args[count], args[count + 1 :]
         args.clear()
         run = self._runs.get(token.item())
+        if run is None:  # `torch.utils.checkpoint` has called a graph that Dynamo has compiled since, for other sizes
+            holder = getattr(torch._C._current_autograd_node(), "ort_training", None)
+            run = None if holder is None else self._runs.get(holder.key)
         if run is None:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
+        run.undefined, self._latest.undefined = self._latest.undefined, frozenset()
         return self.resume(run, tangents, saved)
 
     def watch(self, results: Sequence[Any], since: int) -> None:
@@ -290,22 +265,22 @@ class TrainingGraph:
         if node is not None and self.may_be_undefined:
             places = self._plan.tangent_outputs or ()
 
-            def note(gradients: Sequence[Any]) -> None:
-                run.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+            def note(gradients: Sequence[Any]) -> None:  # not to this run: under `torch.utils.checkpoint` the backward comes with a later one's token
+                self._latest.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
 
             node.register_prehook(note)
 
-    def _keep(self, run: _Run, node: Any) -> None:
+    def _keep(self, run: PendingRun, node: Any) -> None:
         """Ends the run with its token, where hooks have left that as it was, or else with autograd's node."""
         kept = run.guard()
         if kept is None and node is not None:
-            node.ort_training = kept = _Holder()
+            node.ort_training = kept = _Holder(run.key)
         if kept is None:
             self._runs.pop(run.key, None)
         else:
             self._end_with(run, kept)
 
-    def _end_with(self, run: _Run, what: Any) -> None:
+    def _end_with(self, run: PendingRun, what: Any) -> None:
         key, runs = run.key, self._runs
         run.guard = weakref.ref(what, lambda _: runs.pop(key, None))
 
@@ -334,7 +309,7 @@ class TrainingGraph:
                 python.given = ()
         return agent, state, fetches
 
-    def _replay(self, run: _Run) -> Any:
+    def _replay(self, run: PendingRun) -> Any:
         """The state at the `YieldOp` where there is none: the forward runs again.
 
         So it does for a second backward over one forward, as the first used the state up; and where the memory of an input was released since, as
@@ -342,7 +317,7 @@ class TrainingGraph:
         """
         if run.args is None:
             raise OrtBackendError("trying to run the backward a second time after its state was freed; use retain_graph=True the first time")
-        for i, version, found in zip(self._plan.replayed, run.versions, _versions(run.args, self._plan.replayed), strict=True):
+        for i, version, found in zip(self._plan.replayed, run.versions, versions_of(run.args, self._plan.replayed), strict=True):
             if found != version:
                 raise OrtBackendError(
                     "the forward runs again for this backward, but one of the tensors needed for it has been modified by an inplace operation: "
@@ -371,9 +346,9 @@ class TrainingGraph:
                 self._session.name,
             )
 
-    def _token(self, run: _Run) -> torch.Tensor:
+    def _token(self, run: PendingRun) -> torch.Tensor:
         """A token for the run, which ends with it; under hooks it rests until `watch` is called."""
-        run.key = key = next(self._tokens)
+        run.key = key = next(_TOKENS)
         runs = self._runs
         memory = np.array(key)
         runs[key] = run
@@ -382,11 +357,3 @@ class TrainingGraph:
         else:
             run.guard = weakref.ref(memory, lambda _: runs[key].rest())
         return torch.from_numpy(memory)
-
-
-def _versions(tensors: Sequence[Any], places: Sequence[int]) -> list[int]:
-    """How often tensors were written to; nobody counts that of those made in `inference_mode`."""
-    try:
-        return [tensors[i]._version for i in places]
-    except RuntimeError:
-        return [0 if tensors[i].is_inference() else tensors[i]._version for i in places]

@@ -131,9 +131,9 @@ def fsdp(device="cpu"):
     # Behind the forward of a block FSDP frees its parameters, and gathers them again for its backward.
     from torch.distributed.fsdp import fully_shard
     from ort_backend.runtime.capabilities import has_training
-    from ort_backend.runtime.training_graph import _Run
+    from ort_backend.runtime.pending_run import PendingRun
     if rank:  # as if all memory came again where it was, which happens to one process and not to another
-        _Run.is_released = lambda run: run.will_be_released
+        PendingRun.is_released = lambda run: run.will_be_released
     mesh = dist.init_device_mesh(device, (2,))
     found = []
     for compiled, released in (False, True), (True, True), (True, False):

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ort_backend
-from ort_backend.runtime.training_graph import _Run
+from ort_backend.runtime.pending_run import PendingRun
 
 X = torch.randn(4, 8, generator=seeded(0))
 
@@ -465,7 +465,7 @@ def test_a_view_is_saved_without_its_place_in_autograds_graph() -> None:
 def test_a_run_goes_with_its_result() -> None:
     def pending() -> int:
         gc.collect()
-        return sum(type(one) is _Run for one in gc.get_objects())
+        return sum(type(one) is PendingRun for one in gc.get_objects())
 
     before = pending()
     with on_ort(graphs=1):

@@ -18,7 +18,7 @@ from default_device import seeded
 from heap import growth
 from torch import nn
 
-from ort_backend.runtime.training_graph import _Run
+from ort_backend.runtime.pending_run import PendingRun
 
 X = torch.randn(256, 64, generator=seeded(0))
 KILOBYTE, MEGABYTE = 1 << 10, 1 << 20
@@ -84,11 +84,11 @@ def test_changing_sizes_need_no_more_memory() -> None:
 
 @single_session  # else autograd itself keeps what waits
 def test_pending_state_goes_with_its_result() -> None:
-    before = sum(one.state is not None for one in alive(_Run))
+    before = sum(one.state is not None for one in alive(PendingRun))
 
     def pending() -> int:
         """Forwards that have a state to give up."""
-        return sum(one.state is not None for one in alive(_Run)) - before
+        return sum(one.state is not None for one in alive(PendingRun)) - before
 
     with on_ort(graphs=1, forwards=6, backwards=2):
         runner = compiled(Net())
@@ -105,7 +105,7 @@ def test_pending_state_goes_with_its_result() -> None:
 
 @single_session
 def test_a_failed_backward_leaves_no_state() -> None:
-    before = len(alive(_Run))
+    before = len(alive(PendingRun))
     with on_ort(graphs=1):
         runner = compiled(Net())
         result = runner(X)
@@ -118,7 +118,7 @@ def test_a_failed_backward_leaves_no_state() -> None:
             result.sum().backward()
         del result
         gc.collect()
-        assert len(alive(_Run)) == before
+        assert len(alive(PendingRun)) == before
         runner(X).sum().backward()
 
 

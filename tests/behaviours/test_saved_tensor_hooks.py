@@ -96,6 +96,41 @@ def test_a_checkpoint_around_a_compiled_module(reentrant: bool) -> None:
         Both(_net()).step(do)
 
 
+def test_checkpoints_of_sizes_that_compile_again() -> None:
+    """The second size compiles a graph for all sizes: it is what runs again for the first one's backward, too."""
+
+    def do(runner: Any, module: nn.Module) -> Any:
+        torch.manual_seed(1)
+        inputs = [X[:size].clone().requires_grad_() for size in (3, 5)]
+        first, second = (checkpoint(runner, x, use_reentrant=False) for x in inputs)
+        (first.sum() + second.square().sum()).backward()
+        return first, second, [x.grad for x in inputs]
+
+    with on_ort(graphs=2):
+        both = Both(nn.Sequential(nn.Linear(8, 4), nn.Dropout(0.4), nn.Linear(4, 4)))
+        both.step(do)
+        both.step(do)
+
+
+def test_what_the_loss_does_not_reach_behind_a_checkpoint() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x).sin(), self.second(x).cos()
+
+    def do(runner: Any, module: nn.Module) -> Any:
+        module.zero_grad()
+        checkpoint(runner, X, use_reentrant=False)[0].sum().backward()
+        assert module.second.weight.grad is None
+        return module.first.weight.grad
+
+    with on_ort(graphs=1):
+        Both(Heads()).step(do)
+
+
 @pytest.mark.skipif(not WHOLE_GRAPHS, reason="else autograd itself keeps what waits")
 def test_what_hooks_keep_goes_with_the_result() -> None:
     before = {id(one) for one in alive(TrainingGraph)}
