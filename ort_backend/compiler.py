@@ -253,7 +253,7 @@ class _Compilation:
             assert self._inference is not None
             return self._inference
         assert self._training is not None
-        return self._training.forward if part == "forward" else self._training.backward
+        return direct_call.writing(self._training.forward, self._direct) if part == "forward" else self._training.backward
 
     # Either, where ONNX Runtime cannot run all of a graph: sessions with eager PyTorch between them.
 

@@ -41,6 +41,8 @@ class DirectPlan:
         written: Arguments that the program writes to. Their new values come in front of the results.
         deterministic: Whether it was traced under `torch.use_deterministic_algorithms`.
         tangent_metadata: AOTAutograd's, for tangents that are no plain tensors.
+        writes: Where new values of arguments stand among the results of the graph, and the arguments, of those that need no gradient.
+        needs_wrappers: Whether AOTAutograd's wrappers are needed all the same: what is said above, but for `writes`, is then empty.
     """
 
     detached: tuple[int, ...]
@@ -49,10 +51,12 @@ class DirectPlan:
     written: tuple[int, ...]
     deterministic: bool
     tangent_metadata: tuple[Any, ...]
+    writes: tuple[tuple[int, int], ...] = ()
+    needs_wrappers: bool = False
 
 
 def plan_of(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
-    """The plan of a graph that needs no wrappers; None for others, and where AOTAutograd describes graphs in a way not known here.
+    """The plan of a graph; None where AOTAutograd describes graphs in a way not known here.
 
     Args:
         metadata: AOTAutograd's `ViewAndMutationMeta` (read in torch 2.11 to 2.15).
@@ -65,13 +69,13 @@ def plan_of(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
         return None
 
 
-def _plan(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
+def _plan(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan:
     inputs, outputs = metadata.input_info, metadata.output_info
     tensors = [i for i, one in enumerate(outputs) if issubclass(one.raw_type, torch.Tensor)]
     # Torch 2.11 has no word for results that require a gradient but whose gradient the backward does not take.
     tangents = [i for i in tensors if getattr(outputs[i], "requires_grad_for_backward", outputs[i].requires_grad)]
     if not _is_plain(metadata) or len(has_gradient) != len(inputs) or len(tangents) != len(metadata.subclass_tangent_meta):
-        return None
+        return DirectPlan((), (), (), (), False, (), _writes(metadata), needs_wrappers=True)
     return DirectPlan(
         detached=tuple(i for i, one in enumerate(inputs) if one.requires_grad and not one.is_leaf and not has_gradient[i]),
         constant=tuple(i for i in tensors if not outputs[i].requires_grad),
@@ -79,7 +83,16 @@ def _plan(metadata: Any, has_gradient: Sequence[bool]) -> DirectPlan | None:
         written=tuple(metadata.mutated_inp_runtime_indices),
         deterministic=metadata.deterministic is not False,
         tangent_metadata=tuple(metadata.subclass_tangent_meta),
+        writes=_writes(metadata),
     )
+
+
+def _writes(metadata: Any) -> tuple[tuple[int, int], ...]:
+    if metadata.tokens or not all(map(_is_plain_tensor, metadata.subclass_inp_meta)):  # arguments and results are not AOTAutograd's
+        return ()
+    infos = metadata.input_info
+    plain = [i for i, one in enumerate(infos) if not (one.requires_grad or one.mutates_metadata or one.mutates_storage_metadata)]
+    return tuple((place, i) for place, i in enumerate(metadata.mutated_inp_runtime_indices) if i in plain)
 
 
 _OWN_MEMORY = ("non_alias", "unsafe_view_alias")  # names of AOTAutograd's `OutputType`: results are new tensors
@@ -109,7 +122,11 @@ def _is_plain(metadata: Any) -> bool:
     if any(one.output_type.name not in _OWN_MEMORY for one in metadata.output_info):
         return False
     subclasses = (*metadata.subclass_inp_meta, *metadata.subclass_fw_graph_out_meta, *metadata.subclass_tangent_meta)
-    return all(isinstance(one, int) or type(one).__name__ == "PlainTensorMeta" for one in subclasses)
+    return all(map(_is_plain_tensor, subclasses))
+
+
+def _is_plain_tensor(described: Any) -> bool:
+    return isinstance(described, int) or type(described).__name__ == "PlainTensorMeta"
 
 
 def can_be_direct(plan: DirectPlan, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -118,7 +135,7 @@ def can_be_direct(plan: DirectPlan, gm: fx.GraphModule, example_inputs: Sequence
     Its metadata does not tell: where there are subclasses of tensors it is about their parts, and where an argument that is written to shares its
     memory with another, AOTAutograd makes one of them. And what Dynamo's graph holds comes first among the arguments.
     """
-    if any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
+    if plan.needs_wrappers or any(True for _ in itertools.chain(gm.parameters(), gm.buffers())):
         return False
     results = gm.graph.output_node().all_input_nodes
     values = [*example_inputs, *(node.meta.get("example_value") for node in results)]
@@ -210,6 +227,27 @@ def direct(
         if detached:
             args = tuple(one.detach() if i in detached else one for i, one in enumerate(args))
         return CompiledFunction.apply(*args)
+
+    return call
+
+
+def writing(forward: Callable[[list[Any]], Any], plan: DirectPlan | None) -> Callable[[list[Any]], Any]:
+    """AOTAutograd's forward, which under hooks on saved tensors writes to arguments itself, before AOTAutograd does so again.
+
+    A checkpoint around a compiled module runs it a second time, and ends that as soon as autograd saves the last of what the backward needs. In eager
+    PyTorch, and in a call without hooks, that is behind the writes; AOTAutograd's own come later.
+    """
+    if plan is None or not plan.writes:
+        return forward
+    places, written = zip(*plan.writes)
+
+    def call(args: list[Any]) -> Any:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return forward(args)
+        arguments = [args[i] for i in written]
+        results = forward(args)
+        torch._foreach_copy_(arguments, [results[place] for place in places])
+        return results
 
     return call
 

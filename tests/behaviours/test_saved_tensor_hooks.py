@@ -131,6 +131,21 @@ def test_what_the_loss_does_not_reach_behind_a_checkpoint() -> None:
         Both(Heads()).step(do)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_compiled_module_that_writes_to_buffers(reentrant: bool) -> None:
+    """The averages count the second forward as well, as in eager PyTorch."""
+    with on_ort(backwards=2):
+
+        def do(runner: Any, module: nn.Module) -> Any:
+            x = X.clone().requires_grad_()
+            first = checkpoint(runner, x, use_reentrant=reentrant)
+            (first * checkpoint(runner, x * 2, use_reentrant=reentrant)).sum().backward()
+            return first, x.grad, module[1].num_batches_tracked.clone()
+
+        module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.GELU(), spectral_norm(nn.Linear(4, 4)))
+        Both(module).step(do)
+
+
 @pytest.mark.skipif(not WHOLE_GRAPHS, reason="else autograd itself keeps what waits")
 def test_what_hooks_keep_goes_with_the_result() -> None:
     before = {id(one) for one in alive(TrainingGraph)}
