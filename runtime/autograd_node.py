@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,9 @@ def without_gradient(depends_on: Sequence[frozenset[int]], undefined: frozenset[
     """
     missing = {i for i, needs in enumerate(depends_on) if needs and needs <= undefined}
     node = torch._C._current_autograd_node() if missing else None
-    if node is not None and len(node.next_functions) == len(depends_on):
-        leaves = ((i, getattr(source, "variable", None)) for i, (source, _) in enumerate(node.next_functions) if i in missing)
+    needed = getattr(node, "needs_input_grad", ())  # of every argument, numbers included, which have no source
+    if node is not None and len(needed) == len(depends_on):
+        sources = [source for source, _ in node.next_functions if source is not None]
+        leaves = ((i, getattr(source, "variable", None)) for i, source in zip(itertools.compress(itertools.count(), needed), sources))
         missing.difference_update([i for i, leaf in leaves if leaf is not None and leaf._backward_hooks])
     return missing

@@ -264,12 +264,13 @@ def test_hooks_fire_with_eagers_values() -> None:
     assert list(seen) == ["bias", "input", "result", "weight"]
 
 
-def test_hooks_on_what_the_loss_does_not_reach() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hooks_on_what_the_loss_does_not_reach(dynamic: bool) -> None:
     """Eager PyTorch does not call them; here they see zeros, not None."""
     w, seen = torch.ones(3, requires_grad=True), []
     w.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
     with on_ort(graphs=1):
-        step = compiled(lambda x, w: (x.sin(), x * w))
+        step = compiled(lambda x, w: (x.sin(), x * w), dynamic=dynamic)
         step(A, w)[0].sum().backward(inputs=[A, w])
         same_tree(seen, [torch.zeros(3)])
         step(A, w)[1].sum().backward(inputs=[w])
