@@ -1,0 +1,1 @@
+"""Random programs, compiled and compared with eager PyTorch: see `__main__`."""
