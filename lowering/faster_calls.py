@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering import channels_last, depthwise, part_writes, write_back
+from ort_backend.lowering import channels_last, depthwise, part_writes, pointwise_convolutions, write_back
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: _layer_norm,
     aten.max_pool2d_with_indices.default: _max_pool,
     aten.convolution.default: depthwise.convolution,
-    aten.convolution_backward.default: depthwise.convolution_backward,
+    aten.convolution_backward.default: pointwise_convolutions.convolution_backward,
     **channels_last.IMPLEMENTATIONS,
     **part_writes.IMPLEMENTATIONS,
     **write_back.IMPLEMENTATIONS,
