@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,28 @@ def node_of(tensors: Sequence[Any], since: int) -> Any:
             return node
         waiting.extend(source for source, _ in node.next_functions)
     return None
+
+
+class Undefined(threading.local):
+    """The tangents without a gradient of the backward that is about to run on this thread.
+
+    Of the thread, not of a forward: under `torch.utils.checkpoint` a node's backward comes with what a later forward has saved.
+    """
+
+    tangents: frozenset[int] = frozenset()
+
+    def watch(self, node: Any, places: Sequence[int]) -> None:
+        """Has `node` tell, in front of each backward; `places`: for each tangent, the result that it belongs to."""
+
+        def note(gradients: Sequence[Any]) -> None:
+            self.tangents = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+
+        node.register_prehook(note)
+
+    def take(self) -> frozenset[int]:
+        """What was told, once."""
+        found, self.tangents = self.tangents, frozenset()
+        return found
 
 
 def without_gradient(depends_on: Sequence[frozenset[int]], undefined: frozenset[int]) -> set[int]:

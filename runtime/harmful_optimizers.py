@@ -73,11 +73,11 @@ def _is_square_of_transposed(product: ir.Value) -> bool:
     node = product.producer()
     assert node is not None
     value, other = node.inputs[:2]
-    while value is other and value is not None and (made := value.producer()) is not None and made.op_type in _MOVEMENTS:
-        if made.op_type == "Transpose":
-            return True
-        value = other = made.inputs[0]
-    return False
+    made = value.producer() if value is other and value is not None else None
+    while made is not None and made.op_type in _MOVEMENTS and made.op_type != "Transpose":
+        value = made.inputs[0]
+        made = value.producer() if value is not None else None
+    return made is not None and made.op_type == "Transpose"
 
 
 def _gets_dimensions(value: ir.Value) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.runtime import loose_tangents
-from ort_backend.runtime.autograd_node import node_of, without_gradient
+from ort_backend.runtime.autograd_node import Undefined, node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
@@ -239,12 +238,6 @@ def _session(step: SessionStep, session: Session, index: int) -> Callable[[Value
     return call
 
 
-class _Undefined(threading.local):
-    """The tangents without a gradient of the backward that is about to run on this thread."""
-
-    tangents: frozenset[int] = frozenset()
-
-
 class RegionTraining:
     """A forward and its backward, each a graph of regions. Autograd keeps what the one saves for the other.
 
@@ -260,7 +253,7 @@ class RegionTraining:
         self._forward.beside.append(self._backward)
         self.captured_sessions = self._forward.captured_sessions + self._backward.captured_sessions
         self._places = plan.tangent_outputs
-        self._undefined = _Undefined()
+        self._undefined = Undefined()
         tangents = len(plan.tangent_outputs or ())
         partial = any(needs and len(needs) < tangents for needs in plan.backward.depends_on) or (plan.has_functions and tangents > 1)
         self.watches = self.may_be_undefined = plan.tangent_outputs is not None and partial
@@ -300,7 +293,7 @@ class RegionTraining:
 
     def backward(self, args: Values) -> Values:
         """Takes saved values and tangents (the list is emptied); returns the gradients."""
-        undefined, self._undefined.tangents = self._undefined.tangents, frozenset()
+        undefined = self._undefined.take()
         if is_batch(args):
             return row_by_row(lambda row, _: self._backward(row, undefined), args)
         return self._backward(args, undefined)
@@ -311,11 +304,5 @@ class RegionTraining:
         Autograd replaces missing gradients by zeros before AOTAutograd sees them; eager gives `None` to what only they would reach.
         """
         node = node_of(results, since)
-        if node is None:
-            return
-        waiting, places = self._undefined, self._places or ()
-
-        def note(gradients: Sequence[Any]) -> None:
-            waiting.tangents = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
-
-        node.register_prehook(note)
+        if node is not None:
+            self._undefined.watch(node, self._places or ())

@@ -17,7 +17,7 @@ from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
 from ort_backend.runtime import loose_tangents
-from ort_backend.runtime.autograd_node import node_of, without_gradient
+from ort_backend.runtime.autograd_node import Undefined, node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
 from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
@@ -85,10 +85,9 @@ class _Agent:
 
 
 class _Latest(threading.local):
-    """On this thread: the forward that ran last, where something is to be done with its results; and what the next backward has no gradient for."""
+    """The forward that ran last on this thread, where something is to be done with its results."""
 
     run: PendingRun | None = None
-    undefined: frozenset[int] = frozenset()
 
 
 class _Holder:
@@ -121,7 +120,7 @@ class TrainingGraph:
         self._feed, self._fetch = feeder(plan.inputs), fetcher(plan.outputs)
         self._feed_tangents, self._fetch_gradients = feeder(plan.tangents), fetcher(plan.gradients)
         self._runs: dict[int, PendingRun] = {}
-        self._latest = _Latest()
+        self._latest, self._undefined = _Latest(), Undefined()
         every = frozenset(one.position for one in plan.tangents)
         # Whether some gradient depends on some of the tangents only, or a user's Function may: then `watch` is to be called.
         partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_ops and len(every) > 1)
@@ -246,7 +245,7 @@ class TrainingGraph:
             run = None if holder is None else self._runs.get(holder.key)
         if run is None:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
-        run.undefined, self._latest.undefined = self._latest.undefined, frozenset()
+        run.undefined = self._undefined.take()
         return self.resume(run, tangents, saved)
 
     def watch(self, results: Sequence[Any], since: int) -> None:
@@ -263,12 +262,7 @@ class TrainingGraph:
         if run.arguments is not None:
             self._keep(run, node)
         if node is not None and self.may_be_undefined:
-            places = self._plan.tangent_outputs or ()
-
-            def note(gradients: Sequence[Any]) -> None:  # not to this run: under `torch.utils.checkpoint` the backward comes with a later one's token
-                self._latest.undefined = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
-
-            node.register_prehook(note)
+            self._undefined.watch(node, self._plan.tangent_outputs or ())
 
     def _keep(self, run: PendingRun, node: Any) -> None:
         """Ends the run with its token, where hooks have left that as it was, or else with autograd's node."""
