@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ort_backend.runtime.binding import Input, Output, carried
 aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+_FACTORIES = (aten.full.default, aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default)
 # ONNX Runtime copies what it reshapes into an output; below this many elements that takes less than a view by PyTorch.
 _WORTH_A_VIEW = 1 << 14
 
@@ -85,6 +86,7 @@ class Results:
         nodes = [(i, node) for i, node in enumerate(results) if isinstance(node, fx.Node)]
         self._places = {node: i for i, node in reversed(nodes)} if views else {}
         self._read = read
+        self._common = self._common_bases() if views else frozenset()
         real = [node for node in taken if isinstance(node.meta.get("val"), torch.Tensor) and not node.meta["val"].is_complex()]
         self._kept: dict[int, set[fx.Node]] = {}  # by the identity of a value: the bases of the nodes that it stands for
         for node in real:
@@ -92,6 +94,7 @@ class Results:
         self._sharing = collections.Counter(root(node) for _, node in nodes)
         self._results = frozenset(node for _, node in nodes)
         self._fetches: dict[Any, int] = {}
+        self._constants: set[fx.Node] = set()  # that are results already
         self.nodes: list[fx.Node] = []
         self.values: list[Any] = []
         self._fetched: set[Any] = set()  # the same
@@ -104,6 +107,11 @@ class Results:
             return Output("argument", self._arguments[node])
         if self._lowering.is_behind(node):
             return self._made_behind(node)
+        if as_view and node in self._places and (constant := _constant_nodes(node)):
+            if node in self._constants:
+                return Output("result view", self._places[node], value=_itself)
+            self._constants.add(node)
+            return Output("made", value=evaluation_of(constant, ()))
         view = self._view(node) if as_view and self._places else None
         if view is not None:
             return view
@@ -127,7 +135,8 @@ class Results:
             self._fetched.add(self.values[-1])
             self.nodes.append(node)
         restored = None if permutation is None else inverse(permutation)
-        return Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
+        fetched = Output("fetch", self._fetches[key], fake.dtype if is_tensor else None, permutation=restored, shape=shape)
+        return Output("made", value=bool, parts=(fetched,)) if isinstance(fake, torch.SymBool) else fetched
 
     def _reshaped(self, node: fx.Node) -> fx.Node:
         """The node of which a large result is a reshape, and which shares memory with no other result: PyTorch reshapes it without a copy.
@@ -166,18 +175,39 @@ class Results:
         """AOTAutograd reads sizes, strides and offsets off views that it makes again, and a user may write through one."""
         chain = view_chain(node, through_copies=False)
         # The last of them: that is no view of another result itself.
-        of = max((i for i, one in enumerate(chain) if i and (one in self._arguments or one in self._places)), default=0)
+        of = max((i for i, one in enumerate(chain) if i and (one in self._arguments or one in self._places or one in self._common)), default=0)
         base, chain = chain[of], chain[:of]
         if not chain:
             return None
         if any(one.target in READS_STRIDES for one in chain) and not self._lies_as_traced(base):
             return None
+        if base in self._common:
+            return self._view_by_numbers(chain, base)
         made = replay(node, base, list(self._arguments))
         if made is None:
             return self._view_by_numbers(chain, base)
         if base in self._arguments:
             return Output("argument view", self._arguments[base], value=made)
         return Output("result view", self._places[base], value=made)
+
+    def _common_bases(self) -> frozenset[fx.Node]:
+        """Of results that are views of the same memory, none of them of another: the last node that all of them are views of.
+
+        AOTAutograd sees to those with gradients: it returns their base as well. Parts from one operator (`chunk`) do not overlap.
+        """
+        chains = (view_chain(node, through_copies=False) for node in self._places if not self._lowering.is_behind(node))
+        waiting = _grouped(chains, lambda chain: chain[-1])
+        bases = set()
+        while waiting:
+            several = waiting.pop()
+            if len(several) < 2 or several[0][-1] in self._arguments or several[0][-1] in self._read:
+                continue
+            shared = next(one for one in several[0] if all(one in chain for chain in several))
+            if isinstance(shared.meta["val"], torch.Tensor):
+                bases.add(shared)
+            else:
+                waiting += _grouped(several, lambda chain, end=shared: chain[chain.index(end) - 1])  # type: ignore[misc]
+        return frozenset(bases.difference(self._places))
 
     def _lies_as_traced(self, base: fx.Node) -> bool:
         """Whether the strides that the user's tensor has are those of the trace: Dynamo's guards see to those of arguments."""
@@ -199,6 +229,27 @@ class Results:
     @staticmethod
     def _is_tangent(value: Any) -> bool:
         return value.producer().op_type == "YieldOp"
+
+
+def _grouped(chains: Iterable[list[fx.Node]], key: Callable[[list[fx.Node]], fx.Node]) -> list[list[list[fx.Node]]]:
+    groups: dict[fx.Node, list[list[fx.Node]]] = {}
+    for chain in chains:
+        groups.setdefault(key(chain), []).append(chain)
+    return list(groups.values())
+
+
+def _itself(tensor: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return tensor
+
+
+def _constant_nodes(node: fx.Node) -> list[fx.Node]:
+    """What makes a tensor of numbers known beforehand, in order; [] for others. PyTorch makes those that are results: the user's may be resized.
+
+    `buffer = torch.empty(0)`, and behind a graph break `torch.sigmoid(x, out=buffer)`. Memory of ONNX Runtime cannot be.
+    """
+    if node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr":  # type: ignore[union-attr]
+        return [node.args[0], node]  # type: ignore[list-item]
+    return [node] if node.target in _FACTORIES and not node.all_input_nodes else []
 
 
 def add_outputs(
