@@ -34,6 +34,7 @@ from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
+from ort_backend.lowering.passes.number_checks import is_number_check
 from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
@@ -366,7 +367,8 @@ class GraphLowering:
         else:
             values, call = write_python_op(self.op, target, title, tuple(args), kwargs, fake, fakes)
         self.python_calls.append(call)
-        self.outside.append(Outside(title, reason, where, is_choice))
+        if not is_number_check(node):
+            self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs in PyTorch, inside the session: %s%s", title, reason, at(where))
         if isinstance(fake, (tuple, list)):
             return [None if v is None else self._calls.stamp(v, f) for v, f in zip(values, fake)]

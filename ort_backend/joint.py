@@ -32,6 +32,7 @@ from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
+from ort_backend.lowering.passes.number_checks import join_number_checks
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
@@ -100,6 +101,7 @@ def lower_joint(
         fuse_rms_norms(graph, target, checkpoints=True)
     # Behind `recompute`, where PyTorch's partitioner weighs operators that it knows.
     if not strict:
+        join_number_checks(graph)
         write_back_parts(graph, target, num_fwd_outputs)
     join_writes(graph, target)
     move_pairs(graph, target)
@@ -173,6 +175,7 @@ def lower_inference(
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
     if not strict:
+        join_number_checks(graph)
         write_back_parts(graph, target, inside=True)
     join_writes(graph, target)
     move_pairs(graph, target)

@@ -35,6 +35,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
+from ort_backend.lowering.passes.number_checks import is_number_check, join_number_checks
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -100,7 +101,10 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     index_rows(graph)
     add_blocks(graph)
     gather_parts(graph)
+    is_backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
     if not strict:
+        if not is_backward:  # whose forward has checked
+            join_number_checks(graph)
         write_back_parts(graph, target, alone=True)
     join_writes(graph, target)
     move_pairs(graph, target)
@@ -126,7 +130,6 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
             raise NotOnOrt(one.operator, one.reason, one.where)
     models = tuple(region.lowered for region in regions.of_step.values())
     calls = [node for node in plan.reasons if node.target in (FORWARD, BACKWARD)]
-    is_backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
     content = Content(
         outside=tuple(outside),
         fx_nodes=sum(not is_value(node) for step in plan.steps for node in step.nodes),
@@ -144,7 +147,7 @@ def _outside(node: fx.Node, reason: str) -> Outside:
 
 
 def _counts(node: fx.Node, reason: str) -> bool:
-    return reason != FUNCTION and not is_value(node) and node.op == "call_function"
+    return reason != FUNCTION and not is_value(node) and node.op == "call_function" and not is_number_check(node)
 
 
 class _Refused(Exception):
