@@ -44,6 +44,15 @@ def _polynomial(op: Any, x: ir.Value, factors: Sequence[float]) -> ir.Value:
     return total
 
 
+@register(aten.erf.default, requires=("com.microsoft::GeluGrad",), device="cpu", promote="output")
+def erf(op: Any, self: ir.Value) -> ir.Value:
+    """erf(Tensor self) -> Tensor
+
+    The kernel of onnxruntime-training (1.19.2), which alone has operators for gradients, makes 1 or -1 of NaN.
+    """
+    return op.Where(op.Equal(self, self), op.Erf(self), self)
+
+
 @register(aten.erfinv.default, promote="output")
 def erfinv(op: Any, self: ir.Value) -> ir.Value:
     """erfinv(Tensor self) -> Tensor"""

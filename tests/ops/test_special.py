@@ -47,6 +47,11 @@ def test_bessel_functions_of_infinity() -> None:
         torch.testing.assert_close(_on_ort(function, x), torch.zeros(16))
 
 
+def test_erf() -> None:
+    x = torch.cat([ENDS, torch.linspace(-4, 4, 101)])
+    torch.testing.assert_close(_on_ort(torch.erf, x), torch.erf(x), equal_nan=True)
+
+
 def test_inverse_of_erf() -> None:
     x = torch.cat([torch.linspace(-1, 1, 2001), torch.tensor([0.9999999, -0.9999999, 1e-10, 2.0, math.nan])])
     torch.testing.assert_close(_on_ort(torch.erfinv, x), torch.erfinv(x.double()).float(), rtol=1e-6, atol=0, equal_nan=True)
