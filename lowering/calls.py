@@ -105,8 +105,13 @@ class Calls:
                 value = self._cast(value, promoted)  # type: ignore[arg-type]
             return self._cast(value, wanted if wanted is not None else self._compute(to_torch(value.dtype)))
 
-        names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-        return [cast(name, arg) for name, arg in zip(names, args)], {name: cast(name, arg) for name, arg in kwargs.items()}
+        parameters = node.target._schema.arguments  # type: ignore[union-attr]
+        positional = [cast(parameter.name, arg) for parameter, arg in zip(parameters, args)]
+        if wanted is not None and not node.all_input_nodes:  # numbers alone, where it takes tensors: `torch.add(2, 0.5)`
+            for i, parameter in enumerate(parameters[: len(positional)]):
+                if isinstance(positional[i], (int, float)) and isinstance(parameter.type, torch.TensorType):
+                    positional[i] = constant(self._op, positional[i], to_ir(wanted))
+        return positional, {name: cast(name, arg) for name, arg in kwargs.items()}
 
     def _compute(self, dtype: torch.dtype) -> torch.dtype:
         return compute_dtype(dtype, has_half_kernels=self._target.has_half_kernels)

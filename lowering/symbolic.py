@@ -224,6 +224,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.and_: _of_bits("And"),
     operator.or_: _of_bits("Or"),
     operator.xor: _of_bits("Xor"),
+    operator.lshift: lambda op, a, b: op.Mul(a, op.Pow(constant(op, 2, ir.DataType.INT64), b)),
+    operator.rshift: lambda op, a, b: _floor_div(op, a, op.Pow(constant(op, 2, ir.DataType.INT64), b)),
     torch.sym_float: as_double,
     torch.sym_int: _truncated,
     torch.sym_not: lambda op, a: op.Not(a),
@@ -366,10 +368,14 @@ def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:
     """One of `FUNCTIONS` applied to numbers, at least one of which is an `ir.Value`: in float64 if one of them is a fraction."""
     leaves = torch.utils._pytree.tree_leaves(list(args))
     fractions = function is operator.truediv or any(isinstance(leaf, float) or getattr(leaf, "dtype", None) == ir.DataType.DOUBLE for leaf in leaves)
+    # Truth values among numbers are 0 and 1 to Python.
+    as_integers = function is not torch.sym_ite and not all(map(_is_truth, leaves))
 
     def operand(number: Number | None) -> ir.Value | None:
         if number is None:  # `round` to no digits
             return None
+        if as_integers and _is_truth(number):
+            number = op.Cast(number, to=ir.DataType.INT64) if isinstance(number, ir.Value) else int(number)
         if isinstance(number, ir.Value):
             return as_double(op, number) if fractions and number.dtype == ir.DataType.INT64 else number
         if isinstance(number, bool):
@@ -377,3 +383,7 @@ def write(op: Any, function: Any, args: Sequence[Any]) -> ir.Value:
         return constant(op, number, ir.DataType.DOUBLE if fractions else ir.DataType.INT64)
 
     return FUNCTIONS[function](op, *torch.utils._pytree.tree_map(operand, list(args)))
+
+
+def _is_truth(number: Number | None) -> bool:
+    return isinstance(number, bool) or (isinstance(number, ir.Value) and number.dtype == ir.DataType.BOOL)

@@ -329,3 +329,31 @@ def test_a_marked_size_is_dynamic_from_the_first_compile() -> None:
         torch.testing.assert_close(x.grad, 2 * (1 - (x * 2).tanh() ** 2).detach())
     graphs = ort_backend.report().graphs[before:]
     assert [(graph.counts.forward, graph.counts.backward) for graph in graphs] == [(3, 3)]
+
+
+def test_bits_and_truths_of_sizes() -> None:
+    def function(x: torch.Tensor) -> Any:
+        n = x.shape[0]
+        bits = n | n >> 1
+        bits &= bits | (n > 4)
+        return x * (n << 2), x + (-n >> 1), x - (n ^ 5), x + (n & 5), x * ((n > 4) + 1), x * ((n > 4) * n), (n > 4) | (bits <= 1), bits % 6
+
+    with on_ort(graphs=range(1, 4)):  # PyTorch guards on some truth values
+        step = compiled(function, dynamic=True)
+        for n in (3, 5, 9):
+            got, want = step(torch.ones(n)), function(torch.ones(n))
+            same_tree(got[:6], want[:6])
+            assert got[6:] == want[6:] and isinstance(got[6], bool)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_operators_on_numbers_alone(dynamic: bool) -> None:
+    aten = torch.ops.aten
+
+    def function(x: torch.Tensor, a: float, b: float) -> Any:
+        return torch.add(a, b), aten.sub(a, b), torch.mul(b, a), torch.true_divide(a, b), x + 1
+
+    with on_ort():
+        step = compiled(function, dynamic=dynamic)
+        for a, b in ((4, 3.5), (7, 2), (1.5, 2)):
+            same_tree(step(torch.ones(2), a, b), torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2), a, b))
