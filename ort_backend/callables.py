@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.source import RandomValueSource
 from torch.autograd import forward_ad
 
 from ort_backend.runtime.autograd_node import next_number
@@ -44,6 +45,28 @@ def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraini
         finally:
             training.watch([*results, *args], since)
         return results
+
+    return call
+
+
+def random_numbers(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, torch.dtype]:
+    """Which arguments are numbers of Python's that Dynamo draws before a call (`random.random()`), and the dtype that they have in its graph.
+
+    Those that are fractions arrive in float64, which they are traced in float32 for (torch 2.13).
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [getattr(node.meta.get("grapharg"), "source", None) for node in placeholders]
+    drawn = [i for i, source in enumerate(sources) if isinstance(source, RandomValueSource) and isinstance(example_inputs[i], torch.Tensor)]
+    return {i: example_inputs[i].dtype for i in drawn if example_inputs[i].is_floating_point()}
+
+
+def with_dtypes(compiled: Callable[..., Any], dtypes: Mapping[int, torch.dtype]) -> Callable[..., Any]:
+    """`compiled`, called with some arguments cast."""
+    if not dtypes:
+        return compiled
+
+    def call(*args: Any) -> Any:
+        return compiled(*(arg.to(dtypes[i]) if i in dtypes else arg for i, arg in enumerate(args)))
 
     return call
 

@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend import aot_metadata, compile_cache, compiled_autograd, debug, direct_call, garbage, graph_report, traced_graph
-from ort_backend.callables import Boxed, boxed, eager_where, in_forward_mode, watched
+from ort_backend.callables import Boxed, boxed, eager_where, in_forward_mode, random_numbers, watched, with_dtypes
 from ort_backend.compile_cache import CompiledGraph, CompiledModel, CompiledPart, Kept
 from ort_backend.direct_call import DirectPlan
 from ort_backend.eager_graph import eager_graph
@@ -367,7 +367,7 @@ class _Compilation:
             call = eager_where(python_op.inside, call, eager, self._counts)  # ONNX Runtime would wait for itself
         if training is None:
             call = eager_where(in_forward_mode, call, eager, self._counts)
-        return verified(call, eager, self.name, self.settings.verify)
+        return verified(with_dtypes(call, random_numbers(gm, example_inputs)), eager, self.name, self.settings.verify)
 
 
 def _imports() -> contextlib.AbstractContextManager[Any]:

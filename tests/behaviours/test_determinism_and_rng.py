@@ -323,3 +323,21 @@ def test_draws_around_those_inside_an_operator(inner: Callable[[torch.Tensor], t
                     made.square().sum().backward()
                 results.append((made.detach(), x.grad, random_state()))
             same_tree(*results)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_numbers_that_python_draws(train: bool) -> None:
+    """Dynamo draws them before a call, and hands them to the graph."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        own = random.Random(7)
+        return (x * random.random() + random.randint(1, 5) - random.uniform(3.0, 4.0)) * own.uniform(0.5, 1.0)
+
+    x = torch.ones(3, requires_grad=train)
+    found = []
+    with on_ort(idle=True):
+        for side in (compiled(function, fullgraph=False), function):
+            random.seed(3)
+            results = [side(x) for _ in range(3)]
+            found.append((results, torch.autograd.grad(results[1].sum(), x) if train else None, random.getstate()))
+    same_tree(*found)
