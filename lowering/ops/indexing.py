@@ -117,9 +117,9 @@ def _scatter(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Va
         return value
     index = from_front(op, index)
     if rank(value) == 0 or rank(index) == 0:
-        one = int64s(op, [1])
-        flat = value if rank(value) else op.Reshape(value, one)
-        made = op.ScatterElements(flat, op.Reshape(index, one), op.Reshape(updates, one), axis=0, reduction=reduction)
+        row = int64s(op, [-1])
+        flat = value if rank(value) else op.Reshape(value, row)
+        made = op.ScatterElements(flat, op.Reshape(index, row), op.Reshape(updates, row), axis=0, reduction=reduction)
         return made if rank(value) else op.Reshape(made, int64s(op, []))
     return op.ScatterElements(value, index, updates, axis=axis(value, dim), reduction=reduction)
 

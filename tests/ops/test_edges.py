@@ -92,3 +92,9 @@ def test_groups_of_nothing() -> None:
 def test_adaptive_pooling_of_nothing() -> None:
     check(lambda x: torch.nn.functional.adaptive_avg_pool1d(x, 3), torch.randn(0, 8, 8))
     check(lambda x: torch.nn.functional.adaptive_avg_pool2d(x, (3, 2)), torch.randn(0, 2, 8, 7))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_gathering_one_number_several_times(dynamic: bool) -> None:
+    graph = check(lambda x, i: torch.gather(x, 0, i), torch.randn(()), torch.zeros(3, dtype=torch.int64), dynamic=dynamic)
+    assert graph.python_ops == 0
