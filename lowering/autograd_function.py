@@ -184,3 +184,8 @@ def run_forward(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int)
 def run_backward(gradients: Any, handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[int], site: int) -> list[torch.Tensor]:
     """What `BACKWARD` does."""
     return function_run.backward(SITES[site], _pending[int(handle)], gradients)
+
+
+def leave_backward(handle: torch.Tensor, kept: Sequence[torch.Tensor], sizes: Sequence[int], site: int) -> list[torch.Tensor]:
+    """What stands for the results of `BACKWARD` where no gradient arrives."""
+    return function_run.unreached(SITES[site], _pending[int(handle)])

@@ -10,7 +10,7 @@ from torch import fx
 from torch._prims_common import suggest_memory_format
 
 from ort_backend.lowering import faster_calls, fused_attention, onednn
-from ort_backend.lowering.autograd_function import FORWARD, run_backward, run_forward
+from ort_backend.lowering.autograd_function import FORWARD, leave_backward, run_backward, run_forward
 from ort_backend.lowering.fx_nodes import attribute
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
@@ -101,7 +101,8 @@ def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: in
         missing = values[undefined]
         if missing:
             gradients = [None if needs and needs <= missing else one for one, needs in zip(gradients, depends_on, strict=True)]
-        return run_backward(gradients, *others)
+        reached = not missing or any(one is not None for one in gradients)
+        return run_backward(gradients, *others) if reached else leave_backward(*others)
 
     return run
 

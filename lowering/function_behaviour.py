@@ -151,7 +151,7 @@ def _objects(site: Site) -> list[Any]:
     return [leaf.value() if isinstance(leaf, Reference) else leaf for leaf in leaves if not isinstance(leaf, Slot)]
 
 
-def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backward: bool) -> _Ran:
+def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backward: bool, value: int = 0) -> _Ran:
     for i, tensor in enumerate(inputs):
         if site.needs_gradient(i):
             tensor.requires_grad_()
@@ -165,7 +165,7 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
             if backward and any(site.needs):
                 results = returned if isinstance(returned, tuple) else (returned,)
                 marked = {id(tensor) for tensor in ctx.non_differentiable}
-                arriving = [_gradient(result, ctx, marked) for result in results]
+                arriving = [_gradient(result, ctx, marked, value) for result in results]
                 put_in(ctx, same := originals(ctx, zip(inputs, (one and one() for one in site.originals))))
                 with contextlib.suppress(Exception), trial.gradients_put_back() as asked:  # the forward's results are known all the same
                     gradients = site.backward(ctx, arriving)
@@ -179,12 +179,12 @@ def _with_repeated(site: Site, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     return [inputs[site.argument_of(i)] for i in range(len(inputs))]
 
 
-def _gradient(result: Any, ctx: Context, marked: set[int]) -> torch.Tensor | None:
+def _gradient(result: Any, ctx: Context, marked: set[int], value: int) -> torch.Tensor | None:
     if not isinstance(result, torch.Tensor):
         return None
     if id(result) in marked or not _may_differentiate(result.dtype):
         return torch.zeros_like(result) if ctx.materialize_grads else None
-    return torch.zeros_like(result)
+    return torch.full_like(result, value)
 
 
 def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
@@ -196,7 +196,7 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
     if any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(number) for number in numbers):
         raise _DataDependent("what its forward returns has a size or a number that depends on the data")
     if ran.gradients is None and any(site.needs):
-        return found
+        return dataclasses.replace(found, gradients=_gradients_on_numbers(site, tensors, ints) or found.gradients)
     results = ran.returned if isinstance(ran.returned, tuple) else (ran.returned,)
     held = {tensor.untyped_storage()._cdata for tensor in (*held_tensors(ran.ctx), *(one.stand_in for one in ran.originals))}
     outputs = [result for result in results if isinstance(result, torch.Tensor)]
@@ -219,7 +219,8 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
     ]
     mutated = tuple(i for i, tensor in enumerate(ran.inputs) if id(tensor) in dirty or tensor._version != ran.versions[i])
     same = {id(ran.inputs[i]): site.argument_of(i) for i in mutated}
-    last = {id(tensor): i for i, tensor in enumerate(given)}
+    argument = {id(tensor) for tensor in ran.inputs} - dirty  # that is returned as it came is a new tensor at each place
+    last = {id(tensor): i for i, tensor in enumerate(given) if id(tensor) not in argument}
     return Behaviour(
         results=results,
         single=single,
@@ -231,12 +232,12 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
         mutated=mutated,
         dirty=tuple(i for i in mutated if id(ran.inputs[i]) in dirty and site.argument_of(i) == i),
         returned=tuple(same.get(id(tensor)) for tensor in given),
-        last=tuple(last[id(tensor)] for tensor in given),
+        last=tuple(last.get(id(tensor), i) for i, tensor in enumerate(given)),
     )
 
 
 def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode, why: Exception) -> Behaviour:
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if _has_other_processes():
         raise UnknownBehaviour(
             _advice(site, "its forward does not run on fake tensors, and must not run on others while processes wait", why)
         ) from why
@@ -249,8 +250,10 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
             other = [result.shape for result in _described(site, _zeros_run(site, tensors, ints, {name: _ENLARGED_BY}, backward=False)).tensors]
             for shape, before, after in zip(shapes, found.tensors, other, strict=True):
                 _follow(shape, before.shape, after, symbol)
-        if _on_ones(site, tensors, ints) not in (None, [result.shape for result in found.tensors]):
-            raise _DataDependent("what its forward returns has another shape for zeros than for ones")
+        if (ones := _on_ones(site, tensors, ints)) is not None:
+            if [result.shape for result in ones.tensors] != [result.shape for result in found.tensors]:
+                raise _DataDependent("what its forward returns has another shape for zeros than for ones")
+            found = dataclasses.replace(found, gradients=_either(found, ones))
     except Exception as error:
         raise UnknownBehaviour(_advice(site, "its forward runs neither on fake tensors nor on zeros", error)) from error
     if any(not isinstance(result, (TensorResult, str, type(None))) for result in found.results):
@@ -260,11 +263,30 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
     return dataclasses.replace(found, results=tuple(results))
 
 
-def _on_ones(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> list[Any] | None:
-    """The shapes of the results for other data; None if it does not run on these."""
+def _on_ones(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> Behaviour | None:
+    """What it does with other data; None if it does not run on these."""
     with contextlib.suppress(Exception):
-        return [result.shape for result in _described(site, _zeros_run(site, tensors, ints, {}, backward=False, value=1)).tensors]
+        return _described(site, _zeros_run(site, tensors, ints, {}, backward=True, value=1))
     return None
+
+
+def _either(*found: Behaviour) -> tuple[bool, ...]:
+    """For each tensor whether any of the runs gives a gradient: a backward may return None for gradients that are all zero."""
+    return tuple(map(any, zip(*[one.gradients for one in found])))
+
+
+def _gradients_on_numbers(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[bool, ...] | None:
+    """For each tensor whether a backward that takes no fake tensors gives a gradient; None if that cannot be found out."""
+    if len(site.requiring) < 2 or _has_other_processes():  # it is for one of several that a backward has None
+        return None
+    with contextlib.suppress(Exception):
+        zeros = _described(site, _zeros_run(site, tensors, ints, {}, backward=True))
+        return _either(zeros, _on_ones(site, tensors, ints) or zeros)
+    return None
+
+
+def _has_other_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
 def _follow(shape: list[Any], before: Sequence[int], after: Sequence[int], symbol: torch.SymInt) -> None:
@@ -281,7 +303,7 @@ def _zeros_run(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any],
     sizes = [[_size(size, enlarged) for size in tensor.shape] for tensor in tensors]
     with unset_fake_temporarily(), trial.own_random_state(), torch.random.fork_rng():
         inputs = _with_repeated(site, [torch.full(size, value, dtype=tensor.dtype, device=tensor.device) for size, tensor in zip(sizes, tensors)])
-        return _run(site, inputs, [_size(value, enlarged) for value in ints], backward=backward)
+        return _run(site, inputs, [_size(number, enlarged) for number in ints], backward=backward, value=value)
 
 
 def _size(size: Any, enlarged: dict[str, int]) -> int:

@@ -188,9 +188,11 @@ class FunctionCall(PythonCall):
             arrived = iter(tensors)
             results = zip(self.present, self.site.behaviour.tensors)
             gradients = [from_carrier(next(arrived), result.dtype) if present else None for present, result in results]
+        reached, pending = True, run.pending.pop(self.site.id)
         if run.undefined:  # autograd has no gradient there, and zeros only because AOTAutograd asks for them
             gradients = [None if needs and needs <= run.undefined else one for one, needs in zip(gradients, self.tangents)]
-        made = function_run.backward(self.site, run.pending.pop(self.site.id), gradients)
+            reached = any(one is not None for one in gradients)
+        made = function_run.backward(self.site, pending, gradients) if reached else function_run.unreached(self.site, pending)
         for i, gradient in enumerate(made):
             if _is_carried(gradient.dtype):
                 made[i] = to_carrier(gradient)

@@ -182,6 +182,15 @@ def backward(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | No
     return outputs
 
 
+def unreached(site: Site, pending: Pending) -> list[torch.Tensor]:
+    """What stands for gradients that there are none of: autograd does not run the backward of a Function that no gradient reaches."""
+    return [
+        torch.zeros(pending.inputs[i], dtype=dtype, device=device)
+        for i, (_, dtype, device) in enumerate(site.inputs)
+        if site.needs_gradient(i) and site.behaviour.gradients[i]
+    ]
+
+
 def _for_every_result(site: Site, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """What autograd hands to a backward: None for what is no tensor, zeros for what has no gradient (unless the ctx wants None)."""
     given = iter(zip(gradients, pending.results))

@@ -105,7 +105,8 @@ class Behaviour:
         dirty: Those of them that it marks as dirty.
         written: What they are afterwards.
         returned: For each tensor result, the index of the tensor it is, if it is one of these.
-        last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one.
+        last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one
+            (an argument that the Function does not write to is a new tensor at each).
         differentiates: Whether its backward may ask autograd for gradients, which goes by which tensor it is.
         told_by: What of the author's says it (`"register_fake"` or `"infer_shape"`), where it was not found out.
     """

@@ -1,0 +1,98 @@
+"""Which backward of a user's Function runs, and what has no gradient: as in eager PyTorch, where autograd runs what a gradient reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from autograd_function.harness import leaves, same_as_eager
+from torch import Tensor
+from torch.autograd import Function
+
+called: list[str] = []
+
+
+class AddsLoss(Function):
+    """As mixtures of experts add a loss of their routers: its gradient is 1, whatever comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        called.append("backward")
+        return gradient, torch.ones(())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_function_that_no_gradient_reaches_is_not_run(dynamic: bool) -> None:
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return AddsLoss.apply(x.sin(), y.square().sum()), (x * y).cos()
+
+    compiled = torch.compile(program, backend="ort_training", dynamic=dynamic)
+    for reached in (True, False):
+        for used in (0, 1):
+            expected, own = leaves((3,), (3,)), leaves((3,), (3,))
+            for function, tensors in ((program, expected), (compiled, own)):
+                results = function(*tensors)
+                called.clear()
+                (sum(results).sum() if reached else results[used].sum()).backward()
+                assert called == ["backward"] * (reached or used == 0)
+            torch.testing.assert_close([one.grad for one in own], [one.grad for one in expected])
+
+
+class ReturnsArgument(Function):
+    """An argument that it does not write to, at two places."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return x, y, x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0] * 2 + gradients[2] * 3, gradients[1]
+
+
+def test_an_argument_returned_at_two_places_is_two_tensors() -> None:
+    def program(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+        first, middle, last = ReturnsArgument.apply(x * 2, y)
+        return first.sin(), middle, last * 5, first is last
+
+    same_as_eager(program, (3, 2), (2,), functions=1, fullgraph=True)
+
+
+class InNumpy(Function):
+    """A backward that takes numbers, and has none for its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, also: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2 + also
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        made = torch.from_numpy(np.cos(x.detach().numpy())) * gradient
+        return made, None, gradient * 3 if gradient.any() else None
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_backward_in_numpy_that_has_no_gradient_for_an_argument(dynamic: bool) -> None:
+    same_as_eager(InNumpy.apply, (4,), (2,), (4,), sweep=[((6,), (2,), (6,))], functions=1, dynamic=dynamic, fullgraph=True)
+
+
+class WhollyInNumpy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, also: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2) + also
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, gradient * 3 if gradient.any() or not gradient.numel() else None
+
+
+def test_a_backward_that_has_no_gradient_where_what_arrives_is_zero() -> None:
+    same_as_eager(WhollyInNumpy.apply, (4,), (4,), functions=1, fullgraph=True)
