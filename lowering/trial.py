@@ -84,6 +84,7 @@ def gradients_put_back() -> Iterator[Mapping[int, Any]]:
     def run(outputs: Sequence[Any], gradients: Any, retain: Any, create: Any, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return original(outputs, gradients, retain, create, inputs, *args, **kwargs)
+        retain = True  # the graph may be one that the program has made before, and goes back over in the call itself
         leaves = list(_leaves(outputs))
         for leaf in leaves:
             if id(leaf) not in before:

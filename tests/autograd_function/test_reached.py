@@ -96,3 +96,26 @@ class WhollyInNumpy(Function):
 
 def test_a_backward_that_has_no_gradient_where_what_arrives_is_zero() -> None:
     same_as_eager(WhollyInNumpy.apply, (4,), (4,), functions=1, fullgraph=True)
+
+
+def test_a_backward_goes_back_over_a_graph_made_before() -> None:
+    """Trying it out leaves that graph as it is."""
+    other = torch.rand(3, requires_grad=True)
+
+    class GoesBack(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            loss.backward()
+            return gradient
+
+    compiled = torch.compile(lambda x: GoesBack.apply(x * x), backend="ort_training", fullgraph=True)
+    x = torch.rand(3, requires_grad=True)
+    for i in range(1, 3):
+        loss = other.square().sum()
+        compiled(x).sum().backward()
+        torch.testing.assert_close(other.grad, 2 * i * other.detach())
+        torch.testing.assert_close(x.grad, 2 * i * x.detach())
