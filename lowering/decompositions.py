@@ -40,9 +40,17 @@ _WHOLE = (
 )
 
 
-# Of ours, where PyTorch's selects by the sign of each element.
+def _unsafe_split(self: torch.Tensor, split_size: int, dim: int = 0) -> list[torch.Tensor]:
+    count = max((self.shape[dim] + split_size - 1) // split_size, 1) if split_size else 1
+    sizes = [split_size] * (int(count) - 1)
+    return aten.unsafe_split_with_sizes.default(self, [*sizes, self.shape[dim] - sum(sizes)], dim)
+
+
 _OURS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    # PyTorch's selects by the sign of each element.
     aten.log_sigmoid_backward.default: lambda grad_output, self, buffer: grad_output * torch.sigmoid(-self),
+    # PyTorch's gives views, and autograd forbids to write to several of one operator: that is what "unsafe" leaves out.
+    aten.unsafe_split.Tensor: _unsafe_split,
 }
 
 

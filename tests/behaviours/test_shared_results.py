@@ -95,3 +95,30 @@ def test_a_constant_under_two_names_is_one_tensor() -> None:
     results[0].add_(1)
     results[4].add_(1)
     same_tree(results[2:], (torch.ones(3), torch.ones(3, 1), torch.full((2,), 2.0), torch.tensor([2.0, 1.0, 1.0])))
+
+
+UNSAFE: dict[str, Any] = {
+    "split": lambda t: t.unsafe_split(1),
+    "sizes": lambda t: t.unsafe_split_with_sizes((1, 1, 1)),
+    "chunk": lambda t: t.unsafe_chunk(3),
+}
+
+
+@pytest.mark.parametrize("of_argument", [False, True])
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_parts_that_may_be_written_to(kind: str, of_argument: bool) -> None:
+    """To autograd they are no views, whatever memory they lie in."""
+
+    def function(x: torch.Tensor) -> Any:
+        return UNSAFE[kind](x if of_argument else x + x)
+
+    found = []
+    with on_ort(graphs=1):
+        for side in (compiled(function), function):
+            for _ in range(2):
+                x = torch.arange(9.0).view(3, 3).requires_grad_()
+                one, other, _ = side(x * 2)
+                one.mul_(other)
+                one.sum().backward()
+                found.append((one.detach(), x.grad))
+    same_tree(found[:2], found[2:])
