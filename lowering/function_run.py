@@ -91,7 +91,9 @@ def _add(tensor: torch.Tensor, outputs: list[torch.Tensor], own: list[int], take
     """Adds a tensor to the outputs: contiguous, without history, in memory of its own."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if not tensor.is_contiguous():
+    if not tensor.numel():  # which PyTorch calls contiguous whatever its strides, and ONNX Runtime does not
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    elif not tensor.is_contiguous():
         tensor = tensor.contiguous()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()

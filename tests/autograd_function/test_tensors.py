@@ -319,3 +319,22 @@ def test_functions_that_return_no_tensor(dynamic: bool) -> None:
         return a * rows + b, rows, *others, *Nothing.apply(a, "that"), Rows.apply(b)
 
     same_as_eager(program, *SHAPES, sweep=MORE, functions=4, dynamic=dynamic, fullgraph=True)
+
+
+class Spread(Function):
+    """Results and gradients that are one number, seen at every place."""
+
+    @staticmethod
+    def forward(ctx, x, also):
+        return x.sum().expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.sum().expand(g.shape), torch.zeros(()).expand(g.shape)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_strides_of_what_has_no_elements(rows: int) -> None:
+    """ONNX Runtime looks at them, where PyTorch calls every such tensor contiguous."""
+    for function in (Spread.apply, lambda x, also: Spread.apply(x.t(), also.t()).t()):
+        same_as_eager(function, (rows, 4), (rows, 4), functions=1, fullgraph=True)
