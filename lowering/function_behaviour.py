@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ort_backend.errors import OrtBackendError
 from ort_backend.lowering import object_state, trial
-from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, held_tensors, stands_for
+from ort_backend.lowering.function_site import Behaviour, Context, Reference, Site, Slot, TensorResult, kept_of, stands_for
 from ort_backend.lowering.original_tensors import Original, originals, put_in
 
 _fakes: weakref.WeakKeyDictionary[type, Callable[..., Any]] = weakref.WeakKeyDictionary()
@@ -197,19 +198,11 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         raise _DataDependent("what its forward returns has a size or a number that depends on the data")
     if ran.gradients is None and any(site.needs):
         return dataclasses.replace(found, gradients=_gradients_on_numbers(site, tensors, ints) or found.gradients)
-    results = ran.returned if isinstance(ran.returned, tuple) else (ran.returned,)
-    held = {tensor.untyped_storage()._cdata for tensor in (*held_tensors(ran.ctx), *(one.stand_in for one in ran.originals))}
-    outputs = [result for result in results if isinstance(result, torch.Tensor)]
-    return dataclasses.replace(
-        found,
-        kept_inputs=tuple(i for i, tensor in enumerate(inputs) if i not in found.mutated and tensor.untyped_storage()._cdata in held),
-        kept_outputs=tuple(i for i, tensor in enumerate(outputs) if tensor.untyped_storage()._cdata in held),
-        differentiates=ran.differentiates,
-    )
+    return dataclasses.replace(found, differentiates=ran.differentiates)
 
 
 def _described(site: Site, ran: _Ran) -> Behaviour:
-    """The behaviour that a run shows; the backward may read all that it could have kept."""
+    """The behaviour that a run shows."""
     results, single = _results(ran.returned)
     given = [result for result in (ran.returned if isinstance(ran.returned, tuple) else (ran.returned,)) if isinstance(result, torch.Tensor)]
     marked, dirty = {id(tensor) for tensor in ran.ctx.non_differentiable}, {id(tensor) for tensor in ran.ctx.dirty_tensors}
@@ -221,11 +214,12 @@ def _described(site: Site, ran: _Ran) -> Behaviour:
     same = {id(ran.inputs[i]): site.argument_of(i) for i in mutated}
     argument = {id(tensor) for tensor in ran.inputs} - dirty  # that is returned as it came is a new tensor at each place
     last = {id(tensor): i for i, tensor in enumerate(given) if id(tensor) not in argument}
+    stand_ins = [one.stand_in for one in ran.originals]
     return Behaviour(
         results=results,
         single=single,
-        kept_inputs=tuple(i for i in range(site.tensor_count) if i not in mutated),
-        kept_outputs=tuple(range(len(given))),
+        kept_inputs=tuple(i for i in kept_of(ran.ctx, ran.inputs, given, stand_ins) if i not in mutated),
+        kept_outputs=kept_of(ran.ctx, given, ran.inputs, stand_ins),
         non_differentiable=frozenset(i for i, tensor in enumerate(given) if id(tensor) in marked or not _may_differentiate(tensor.dtype)),
         gradients=tuple(has_gradient),
         is_random=ran.is_random,
@@ -253,7 +247,7 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         if (ones := _on_ones(site, tensors, ints)) is not None:
             if [result.shape for result in ones.tensors] != [result.shape for result in found.tensors]:
                 raise _DataDependent("what its forward returns has another shape for zeros than for ones")
-            found = dataclasses.replace(found, gradients=_either(found, ones))
+            found = _either(found, ones)
     except Exception as error:
         raise UnknownBehaviour(_advice(site, "its forward runs neither on fake tensors nor on zeros", error)) from error
     if any(not isinstance(result, (TensorResult, str, type(None))) for result in found.results):
@@ -270,9 +264,14 @@ def _on_ones(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -
     return None
 
 
-def _either(*found: Behaviour) -> tuple[bool, ...]:
-    """For each tensor whether any of the runs gives a gradient: a backward may return None for gradients that are all zero."""
-    return tuple(map(any, zip(*[one.gradients for one in found])))
+def _either(one: Behaviour, other: Behaviour) -> Behaviour:
+    """The first, with what either run gives and keeps: a backward may return None for gradients that are all zero."""
+    return dataclasses.replace(
+        one,
+        gradients=tuple(map(operator.or_, one.gradients, other.gradients)),
+        kept_inputs=tuple(sorted({*one.kept_inputs, *other.kept_inputs})),
+        kept_outputs=tuple(sorted({*one.kept_outputs, *other.kept_outputs})),
+    )
 
 
 def _gradients_on_numbers(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any]) -> tuple[bool, ...] | None:
@@ -281,7 +280,7 @@ def _gradients_on_numbers(site: Site, tensors: Sequence[torch.Tensor], ints: Seq
         return None
     with contextlib.suppress(Exception):
         zeros = _described(site, _zeros_run(site, tensors, ints, {}, backward=True))
-        return _either(zeros, _on_ones(site, tensors, ints) or zeros)
+        return _either(zeros, _on_ones(site, tensors, ints) or zeros).gradients
     return None
 
 

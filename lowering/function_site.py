@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -11,7 +12,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
@@ -320,6 +323,34 @@ def held_tensors(ctx: Context) -> list[torch.Tensor]:
     return held
 
 
+def kept_of(
+    ctx: Context, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = (), stand_ins: Sequence[torch.Tensor] = ()
+) -> tuple[int, ...]:
+    """Which of `tensors` have memory that the backward may read: what a `ctx` holds, in tensors, `stand_ins` among them, or in numpy's arrays,
+    and what something else than these and the `others` holds. All, where a `ctx` has objects that may have an array inside.
+
+    Fake tensors have no memory, and no arrays: what else holds one is seen when the forward runs.
+    """
+    held = [*held_tensors(ctx), *stand_ins]
+    addresses = {tensor.untyped_storage()._cdata for tensor in held}
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        return tuple(i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata in addresses)
+    leaves = [leaf for key, value in vars(ctx).items() if key not in _OWN for leaf in pytree.tree_leaves(value)]
+    if not all(isinstance(leaf, _TRANSPARENT) for leaf in leaves):
+        return tuple(range(len(tensors)))
+    arrays = [leaf.ctypes.data for leaf in leaves if isinstance(leaf, np.ndarray)]
+    known = collections.Counter(one.untyped_storage()._cdata for one in {id(one): one for one in (*tensors, *others, *held)}.values())
+    kept = []
+    for i, tensor in enumerate(tensors):
+        storage = tensor.untyped_storage()
+        foreign = torch._C._storage_Use_Count(storage._cdata) - 1 > known[storage._cdata]  # `storage` is one of the uses (read in torch 2.13)
+        in_array = any(0 <= address - storage.data_ptr() < storage.nbytes() for address in arrays)
+        if foreign or in_array or storage._cdata in addresses:
+            kept.append(i)
+    return tuple(kept)
+
+
+_TRANSPARENT = (torch.Tensor, np.ndarray, np.generic, bool, int, float, complex, str, type(None), torch.Size, torch.dtype, torch.device, torch.SymInt)
 # What a ctx has of its own beside the user's attributes.
 _OWN = {"to_save", "needs_input_grad", "non_differentiable", "dirty_tensors", "materialize_grads"}
 
