@@ -292,3 +292,12 @@ def device_of(node: fx.Node) -> torch.device:
     """The device of a node's tensor; the CPU for a number."""
     fake = node.meta["val"]
     return fake.device if isinstance(fake, torch.Tensor) else torch.device("cpu")
+
+
+def is_fixed(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+    """Whether a session with such inputs and outputs works on fixed sizes in one place. What lies elsewhere ONNX Runtime copies before each run to
+    wherever there is room, and a captured run would not read it there.
+    """
+    sizes = [size for fake in outputs if isinstance(fake, torch.Tensor) for size in fake.shape]
+    devices = {fake.device.type if isinstance(fake, torch.Tensor) else "number" for fake in (*inputs, *outputs)}
+    return all(isinstance(size, int) for size in sizes) and len(devices) == 1

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from ort_backend.boundary import add_outputs, device_of, input_of
+from ort_backend.boundary import add_outputs, device_of, input_of, is_fixed
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.eager_nodes import evaluation, function_backward
@@ -349,7 +349,7 @@ class _Writer:
                 devices=tuple(device_of(node) for node in region.fetched),
                 shapes=self._shapes(region),
                 moving=frozenset(i for i, node in enumerate(region.inputs) if self._moves(node)),
-                is_fixed=_is_fixed([node.meta["val"] for node in region.inputs], [node.meta["val"] for node in region.fetched]),
+                is_fixed=is_fixed([node.meta["val"] for node in region.inputs], [node.meta["val"] for node in region.fetched]),
             )
         )
 
@@ -395,12 +395,3 @@ class _Writer:
             seen |= last
             freed.append(tuple(sorted(last)))
         return tuple(reversed(freed))
-
-
-def _is_fixed(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-    """Whether a session with such inputs and outputs works on fixed sizes in one place. What lies elsewhere ONNX Runtime copies before each run to
-    wherever there is room, and a captured run would not read it there.
-    """
-    sizes = [size for fake in outputs if isinstance(fake, torch.Tensor) for size in fake.shape]
-    devices = {fake.device.type if isinstance(fake, torch.Tensor) else "number" for fake in (*inputs, *outputs)}
-    return all(isinstance(size, int) for size in sizes) and len(devices) == 1
