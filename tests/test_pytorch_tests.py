@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ort_backend.runtime import capabilities
 from tools.pytorch_tests import main
 
 TESTS = """
@@ -45,6 +46,7 @@ class Tests(TestCase):
 """
 
 
+@pytest.mark.skipif(not capabilities.has_training(), reason="half a minute, the same with either package")
 @pytest.mark.cpu_only(reason="processes of their own, which make their tensors on the CPU")
 def test_what_fails_here_alone_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "test_of_pytorch.py"
