@@ -58,7 +58,8 @@ def _run(backend: str, tests: Sequence[str], chosen: Sequence[str], *, every: bo
         # In a process of its own, which pytest-xdist starts again after a crash. No settings but these: neither ours nor PyTorch's.
         command = [sys.executable, "-m", "pytest", "-p", "tools.pytorch_tests", "-p", "no:cacheprovider", "-n", "1", "-q", "--tb=short"]
         command += ["-c", os.devnull, "--rootdir", os.sep, "--show-capture=no", "--noconftest", *tests, *chosen]
-        environment = {**os.environ, _BACKEND: backend, _FAILURES: str(found), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}  # of a worker that this may run in
+        environment = {**inherited, _BACKEND: backend, _FAILURES: str(found), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         if every:
             environment |= {"PYTORCH_TEST_WITH_INDUCTOR": "1", "STRICT_DEFAULT": "1"}
