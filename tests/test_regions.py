@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils.checkpoint import checkpoint
 
 import ort_backend
-from ort_backend import compiler, min_cut, regions
+from ort_backend import boundary, compiler, min_cut, regions
 from ort_backend.lowering import dense_products, region_memory
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.regions import SLOWER
@@ -512,14 +512,14 @@ def test_what_can_be_captured_lies_on_one_kind_of_device(inputs: list[Any], outp
     def value(of: Any) -> Any:
         return of if isinstance(of, int) else torch.empty(of[1], device=of[0])
 
-    assert regions._is_fixed([value(one) for one in inputs], [value(one) for one in outputs]) is expected
+    assert boundary.is_fixed([value(one) for one in inputs], [value(one) for one in outputs]) is expected
 
 
 def test_sizes_that_depend_on_the_arguments_are_not_fixed() -> None:
     size = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.empty(4), symbolic_context=size, source=ConstantSource("x"))
-    assert not regions._is_fixed([fake], [fake]) and regions._is_fixed([torch.empty(4)], [torch.empty(4)])
+    assert not boundary.is_fixed([fake], [fake]) and boundary.is_fixed([torch.empty(4)], [torch.empty(4)])
 
 
 def test_results_that_are_views_pass_on_that_there_is_no_gradient() -> None:
