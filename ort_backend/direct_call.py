@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_backend import compiled_autograd
-from ort_backend.runtime.binding import no_view
 from ort_backend.runtime.region_graph import RegionTraining
 from ort_backend.runtime.training_graph import TrainingGraph
 
@@ -186,8 +185,8 @@ def direct(
             results, saved, ctx.run = start(args, computed=computed)
             ctx.computed = [weakref.ref(args[i]) for i in computed if args[i].grad_fn is not None]
             new, results = results[:new_values], results[new_values:]
-            results = [no_view(one) for one in results]
-            ctx.save_for_backward(*map(no_view, saved))  # a view's place in autograd's graph would be kept alive
+            results = [_no_view(one) for one in results]  # autograd forbids to write to a view that a Function returns
+            ctx.save_for_backward(*map(_no_view, saved))  # a view's place in autograd's graph would be kept alive
             for arguments, places in writes:
                 torch._foreach_copy_([args[i] for i in arguments], [new[i] for i in places])
             if constant:
@@ -269,6 +268,10 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def _no_view(one: Any) -> Any:
+    return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
 
 
 _NONE: frozenset[int] = frozenset()

@@ -301,11 +301,6 @@ def allocator(outputs: Sequence[Output], devices: Sequence[torch.device]) -> Cal
     return allocate
 
 
-def no_view(one: Any) -> Any:
-    """The same memory, as no view of anything: autograd forbids to write to one that a Function returns."""
-    return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
-
-
 @functools.lru_cache(maxsize=1024)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous tensor."""

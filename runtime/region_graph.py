@@ -13,7 +13,7 @@ from onnxruntime.capi import _pybind_state as C
 from ort_backend.runtime import loose_tangents
 from ort_backend.runtime.autograd_node import Undefined, node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
-from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, no_view, ort_device
+from ort_backend.runtime.binding import Input, Output, allocator, fetcher, lender, ort_device
 from ort_backend.runtime.captured_run import CapturedRun, CaptureError, can_capture
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
@@ -289,9 +289,7 @@ class RegionTraining:
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""
-        made = self._forward(args)
-        made[: self._outputs] = map(no_view, made[: self._outputs])
-        return made
+        return self._forward(args)
 
     def backward(self, args: Values) -> Values:
         """Takes saved values and tangents (the list is emptied); returns the gradients."""

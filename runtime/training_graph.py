@@ -19,7 +19,7 @@ from ort_backend.errors import OrtBackendError
 from ort_backend.runtime import loose_tangents
 from ort_backend.runtime.autograd_node import Undefined, node_of, without_gradient
 from ort_backend.runtime.batched_gradients import is_batch, row_by_row
-from ort_backend.runtime.binding import Input, Output, feeder, fetcher, no_view, ort_device
+from ort_backend.runtime.binding import Input, Output, feeder, fetcher, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
 from ort_backend.runtime.pending_run import PendingRun, versions_of
@@ -228,7 +228,7 @@ class TrainingGraph:
         args.clear()
         if hooked or self.may_be_undefined:
             self._latest.run = run
-        return [*map(no_view, results), *saved, self._token(run)]
+        return [*results, *saved, self._token(run)]
 
     def backward(self, args: list[Any]) -> list[Any]:
         """AOTAutograd's backward. Takes saved tensors, the token and the tangents (the list is emptied); returns the gradients.
