@@ -1,8 +1,8 @@
 """Times ONNX Runtime's CUDA kernels beside PyTorch's, operator by operator: `python -m benchmarks.device_kernels [--only NAME...]`.
 
 Each operator stands alone in a graph, and reads tensors that fill the device. A time is the median of what CUDA events say over 12 runs, each behind
-a kernel that waits, so that the host's part does not count. `lowering/device_kernels.py` says what was chosen for it. `--device cpu` takes the host's
-clock and small tensors: it shows that the command itself works.
+a kernel that waits, so that the host's part does not count. `lowering/kernels/device_kernels.py` says what was chosen for it. `--device cpu` takes
+the host's clock and small tensors: it shows that the command itself works.
 """
 
 from __future__ import annotations

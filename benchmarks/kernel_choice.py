@@ -2,7 +2,7 @@
 
 Both run inside a session, PyTorch's in an `ATen` node with all that costs, ONNX Runtime's on half precision between casts; one thread. A time
 is the smallest CPU time of the thread over many runs, which other processes disturb least. With `--write` the ranges where PyTorch is faster become
-`lowering/kernel_table.py`.
+`lowering/kernels/kernel_table.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ort_backend.joint import lower_inference
-from ort_backend.lowering import kernel_choice, operator_class
+from ort_backend.lowering.kernels import kernel_choice, operator_class
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.inference_graph import InferenceGraph
@@ -428,7 +428,7 @@ def ranges(timings: Sequence[Timing]) -> dict[str, tuple[tuple[int, int, float],
 
 
 def _judged(name: str) -> bool:
-    """Whether a rule in lowering/kernel_choice.py decides, and not the table."""
+    """Whether a rule in lowering/kernels/kernel_choice.py decides, and not the table."""
     steps = {str(target) for target in (*kernel_choice.IN_STEPS, *kernel_choice.SAMPLED)}
     return "attention" in name or name in steps or ("convolution" in name and "dense" in name and name.endswith("in bfloat16"))
 
@@ -442,7 +442,7 @@ def _written(table: dict[str, tuple[tuple[int, int, float], ...]]) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_choice", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write lowering/kernel_table.py")
+    parser.add_argument("--write", action="store_true", help="write lowering/kernels/kernel_table.py")
     parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS), help="kinds of operators")
     parser.add_argument("--dtypes", nargs="*", choices=("float32", "float64", "bfloat16", "float16"), default=["float32"])
     parser.add_argument("--powers", nargs="*", type=int, default=[12, 14, 16, 18, 20, 22, 24], help="sizes, as powers of two")

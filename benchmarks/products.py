@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.turns import cell, processor_times
-from ort_backend.lowering import dense_products
+from ort_backend.lowering.kernels import dense_products
 from ort_backend.lowering.passes import products
 
 SECONDS, ROUNDS = 0.4, (7, 60)

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.turns import cell, processor_times
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice
 
 SECONDS, ROUNDS = 0.5, (5, 80)
 KINDS = ("eager", "oneDNN", "Scan")

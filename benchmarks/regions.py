@@ -1,7 +1,7 @@
 """What a session's call costs beside PyTorch's, without training kernels: `python -m benchmarks.regions`.
 
-Two decisions of `ort_backend.lowering.regions` rest on it: how many cheap nodes a session must have to be worth its call, and that PyTorch's backward
-of a convolution runs in the place of the plain ONNX operators that express it. CPU time, so that a busy machine matters less.
+Two decisions of `lowering/splitting/regions.py` rest on it: how many cheap nodes a session must have to be worth its call, and that PyTorch's
+backward of a convolution runs in the place of the plain ONNX operators that express it. CPU time, so that a busy machine matters less.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering import fused_attention
+from ort_backend.lowering.kernels import fused_attention
 from ort_backend.lowering.memory_order import order_for, order_of
 from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 

@@ -13,25 +13,26 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import cudnn, dense_products, faster_calls, fused_attention, onednn, registry, torchlib
-from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering import registry, torchlib
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
-from ort_backend.lowering.casts import give_casts_away
+from ort_backend.lowering.calls_on_device.device_calls import rewrite_calls
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
-from ort_backend.lowering.device_calls import rewrite_calls
 from ort_backend.lowering.dtypes import carried, carrier
-from ort_backend.lowering.empty_tensors import not_for_empty
 from ort_backend.lowering.fast_loops import use_fast_loops
-from ort_backend.lowering.function_op import FunctionWriter
+from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.functions.function_op import FunctionWriter
 from ort_backend.lowering.fx_nodes import attribute, nodes_in
-from ort_backend.lowering.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels import cudnn, dense_products, faster_calls, fused_attention, onednn
+from ort_backend.lowering.kernels.casts import give_casts_away
+from ort_backend.lowering.kernels.empty_tensors import not_for_empty
+from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
+from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, IN_PLACE_WRITES
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, entering_order, reads_other_memory
-from ort_backend.lowering.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.ops.ordering import behind
-from ort_backend.lowering.partition import is_collective, is_random
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.passes.number_checks import is_number_check
@@ -39,12 +40,12 @@ from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
-from ort_backend.lowering.row_sums import ADD_ROWS, IN_PLACE
-from ort_backend.lowering.saved import behind_yield, kept_bytes
+from ort_backend.lowering.splitting.partition import is_collective, is_random
+from ort_backend.lowering.splitting.saved import behind_yield, kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
+from ort_backend.lowering.tracing.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
 from ort_backend.lowering.unread import drop_unread_constants, drop_unread_nodes
-from ort_backend.lowering.write_back import IN_ARGUMENT, IN_PLACE_WRITES
 from ort_backend.target import OrtTarget
 
 log = logging.getLogger(__name__)

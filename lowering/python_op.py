@@ -14,15 +14,15 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering import dense_products, faster_calls, fused_attention
 from ort_backend.lowering.call_orders import Order, call_orders, laid_out, read_back
 from ort_backend.lowering.carriers import AS_THEY_ARE, arrival, departure, number_of
 from ort_backend.lowering.constants import constant
-from ort_backend.lowering.device_kernels import FASTER_ON_DEVICE
 from ort_backend.lowering.dtypes import Carrier, carrier
-from ort_backend.lowering.given_memory import Empty, into_given_memory
-from ort_backend.lowering.kernel_table import FASTER_IN_PYTORCH
-from ort_backend.lowering.operator_class import NORMALIZATIONS
+from ort_backend.lowering.kernels import dense_products, faster_calls, fused_attention
+from ort_backend.lowering.kernels.device_kernels import FASTER_ON_DEVICE
+from ort_backend.lowering.kernels.given_memory import Empty, into_given_memory
+from ort_backend.lowering.kernels.kernel_table import FASTER_IN_PYTORCH
+from ort_backend.lowering.kernels.operator_class import NORMALIZATIONS
 from ort_backend.target import ATEN, ATEN_DOMAIN, RELEASE, TRITON
 
 MS = "com.microsoft"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from ort_backend.graph_report import report
-    from ort_backend.lowering.function_behaviour import register_fake
+    from ort_backend.lowering.functions.function_behaviour import register_fake
     from ort_backend.lowering.registry import register as register_lowering
     from ort_backend.options import CompileOptions
 
@@ -59,7 +59,7 @@ _HOMES = {
     "SessionError": ("ort_backend.errors", "SessionError"),
     "VerificationError": ("ort_backend.errors", "VerificationError"),
     "ort_training": ("ort_backend.compiler", "ort_training"),
-    "register_fake": ("ort_backend.lowering.function_behaviour", "register_fake"),
+    "register_fake": ("ort_backend.lowering.functions.function_behaviour", "register_fake"),
     "register_lowering": ("ort_backend.lowering.registry", "register"),
     "report": ("ort_backend.graph_report", "report"),
 }

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.eager_nodes import evaluation_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.memory_order import READS_STRIDES, entering_order, order_of, storage_order
-from ort_backend.lowering.partition import root, view_chain
 from ort_backend.lowering.permuting import inverse
+from ort_backend.lowering.splitting.eager_nodes import evaluation_of
+from ort_backend.lowering.splitting.partition import root, view_chain
 from ort_backend.lowering.symbolic import may_be_zero
 from ort_backend.lowering.views import replay
 from ort_backend.runtime.binding import Input, Output, carried

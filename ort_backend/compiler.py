@@ -24,14 +24,15 @@ from ort_backend.eager_graph import eager_graph
 from ort_backend.environment import check_environment
 from ort_backend.errors import OptionError
 from ort_backend.guards import records
-from ort_backend.lowering import autograd_function, decompositions, dynamo_hook, recurrent_layers, traced_function
-from ort_backend.lowering.assigned_data import assigned_behind_the_graph
-from ort_backend.lowering.checkpoints import nothing_to_compute_again
-from ort_backend.lowering.composites import right_losses, whole_operators
+from ort_backend.lowering.functions import autograd_function, dynamo_hook, traced_function
 from ort_backend.lowering.fx_nodes import graph_modules
-from ort_backend.lowering.kernel_choice import onednn_may_run_layers
+from ort_backend.lowering.kernels.kernel_choice import onednn_may_run_layers
 from ort_backend.lowering.lowered import Content, LoweredGraph
-from ort_backend.lowering.unread_draws import unread_draws
+from ort_backend.lowering.tracing import decompositions, recurrent_layers
+from ort_backend.lowering.tracing.assigned_data import assigned_behind_the_graph
+from ort_backend.lowering.tracing.checkpoints import nothing_to_compute_again
+from ort_backend.lowering.tracing.composites import right_losses, whole_operators
+from ort_backend.lowering.tracing.unread_draws import unread_draws
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import python_op
 from ort_backend.runtime.counts import RunCounts

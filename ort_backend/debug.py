@@ -16,7 +16,7 @@ from torch import fx
 from torch._dynamo.utils import get_debug_dir
 
 from ort_backend.errors import OptionError
-from ort_backend.lowering.autograd_function import sources
+from ort_backend.lowering.functions.autograd_function import sources
 from ort_backend.options import CompileOptions
 
 

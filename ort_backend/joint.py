@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs, written
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.write_back import IMPLEMENTATIONS as WRITES_HERE
+from ort_backend.lowering.kernels.write_back import written_argument
 from ort_backend.lowering.lowered import LoweredGraph
-from ort_backend.lowering.partition import JointPartition, divide
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
@@ -51,9 +52,8 @@ from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.passes.write_back import write_back_parts
-from ort_backend.lowering.saved import read_behind_yield
-from ort_backend.lowering.write_back import IMPLEMENTATIONS as WRITES_HERE
-from ort_backend.lowering.write_back import written_argument
+from ort_backend.lowering.splitting.partition import JointPartition, divide
+from ort_backend.lowering.splitting.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.inference_graph import InferencePlan
 from ort_backend.runtime.loose_tangents import zeros_for

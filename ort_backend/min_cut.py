@@ -14,7 +14,6 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import rand_ops
 
 from ort_backend.boundary import tangent_outputs, written
-from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -23,6 +22,7 @@ from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 from ort_backend.lowering.passes.statistics import correct_statistics
+from ort_backend.lowering.splitting.partition import is_random
 from ort_backend.target import OrtTarget
 
 

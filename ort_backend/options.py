@@ -34,7 +34,7 @@ class CompileOptions:
         onnx_passes: Functions that the ONNX graph goes through before the session is made, in this order. Each takes an `onnx_ir.Model` and
             changes it in place, or returns another one. Inputs, outputs and the node `YieldOp`, at which the forward ends, must stay.
         kernels: `"measured"`: an operator that both ONNX Runtime and PyTorch have a kernel for runs on the faster one, by a table of
-            measurements (`lowering/kernel_table.py`; large tensors only). `"onnxruntime"`: always on ONNX Runtime's; so with `strict`.
+            measurements (`lowering/kernels/kernel_table.py`; large tensors only). `"onnxruntime"`: always on ONNX Runtime's; so with `strict`.
         cuda_graphs: Capture the kernels of each session's run as a CUDA graph and replay it from then on, where sizes are fixed; also
             `mode="reduce-overhead"`. Forward and backward are sessions of their own then, and what has no kernel runs in PyTorch between them.
             On the CPU there is nothing to capture.

@@ -1,7 +1,7 @@
 """Graphs for an ONNX Runtime without training kernels: sessions with eager PyTorch between them.
 
-AOTAutograd's min-cut partition gives a forward and a backward graph (`min_cut`). `lowering.regions` divides each into steps; here the steps become
-sessions and callables over one list of values, which `runtime.region_graph` runs.
+AOTAutograd's min-cut partition gives a forward and a backward graph (`min_cut`). `lowering.splitting.regions` divides each into steps; here the steps
+become sessions and callables over one list of values, which `runtime.region_graph` runs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import fx
 
 from ort_backend.boundary import add_outputs, device_of, input_of, is_fixed
 from ort_backend.errors import LoweringError
-from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
-from ort_backend.lowering.eager_nodes import evaluation, function_backward
-from ort_backend.lowering.function_site import SITES
-from ort_backend.lowering.fused_attention import REASON as FUSED
+from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.functions.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernel_choice import far_faster_in_pytorch
+from ort_backend.lowering.kernels.fused_attention import REASON as FUSED
+from ort_backend.lowering.kernels.kernel_choice import far_faster_in_pytorch
+from ort_backend.lowering.kernels.row_sums import IN_PLACE
+from ort_backend.lowering.kernels.write_back import IN_ARGUMENT
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
-from ort_backend.lowering.partition import dependencies, root
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread, mark_effects
@@ -50,11 +50,11 @@ from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.provenance import operator_name, user_line
-from ort_backend.lowering.region_memory import byte_count, saved_values
-from ort_backend.lowering.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
-from ort_backend.lowering.row_sums import IN_PLACE
 from ort_backend.lowering.sizes import evaluator
-from ort_backend.lowering.write_back import IN_ARGUMENT
+from ort_backend.lowering.splitting.eager_nodes import evaluation, function_backward
+from ort_backend.lowering.splitting.partition import dependencies, root
+from ort_backend.lowering.splitting.region_memory import byte_count, saved_values
+from ort_backend.lowering.splitting.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.runtime.binding import Output
 from ort_backend.runtime.loose_tangents import zeros_for
 from ort_backend.runtime.region_graph import EagerStep, RegionPlan, SessionStep

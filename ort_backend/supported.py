@@ -14,12 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import decompositions, registry
+from ort_backend.lowering import registry
 from ort_backend.lowering.complex_numbers import has_complex, is_complex
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
-from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.provenance import operator_name
+from ort_backend.lowering.splitting.partition import is_random
+from ort_backend.lowering.tracing import decompositions
 from ort_backend.operator_database import operators, samples
 from ort_backend.sample_program import Program
 from ort_backend.target import OrtTarget

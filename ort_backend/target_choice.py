@@ -12,7 +12,7 @@ from torch import fx
 
 from ort_backend import compiled_autograd
 from ort_backend.errors import LoweringError, OptionError
-from ort_backend.lowering import dense_products, onednn
+from ort_backend.lowering.kernels import dense_products, onednn
 from ort_backend.options import CompileOptions
 from ort_backend.runtime import capabilities
 from ort_backend.target import OrtTarget

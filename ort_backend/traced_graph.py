@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import fx
 
 from ort_backend.eager_graph import copied
-from ort_backend.lowering.nested_regions import inline_regions
 from ort_backend.lowering.passes.fixed_epsilons import fix_epsilons
 from ort_backend.lowering.passes.grouped_queries import group_queries
 from ort_backend.lowering.passes.traced_masks import drop_traced_masks
 from ort_backend.lowering.passes.written_activations import fold_activations
 from ort_backend.lowering.passes.written_attention import fold_attention, has_long_softmax
+from ort_backend.lowering.tracing.nested_regions import inline_regions
 
 
 def simplify(gm: fx.GraphModule) -> fx.GraphModule:

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import boundary, compiler, min_cut, regions
-from ort_backend.lowering import dense_products, region_memory
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.regions import SLOWER
+from ort_backend.lowering.kernels import dense_products
+from ort_backend.lowering.splitting import region_memory
+from ort_backend.lowering.splitting.regions import SLOWER
 from ort_backend.runtime import capabilities
 from ort_backend.target import OrtTarget
 

@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.attention_blocks import Cuts, add_seen, cut, cuts_of, joined, known_cuts, seen
 from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.kernels.attention_blocks import Cuts, add_seen, cut, cuts_of, joined, known_cuts, seen
 from ort_backend.lowering.microsoft import microsoft, typed
 from ort_backend.lowering.ops.ordering import behind
 from ort_backend.lowering.registry import Unsupported, register

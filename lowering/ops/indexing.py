@@ -10,12 +10,12 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import Scalar, as_int64, constant, int64s, scalar_like
+from ort_backend.lowering.kernels.row_sums import ZERO_TABLE
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
 from ort_backend.lowering.ops.ordering import no_sizes
 from ort_backend.lowering.ops.shape import dim_name, move_axis
 from ort_backend.lowering.registry import Unsupported, register
-from ort_backend.lowering.row_sums import ZERO_TABLE
 from ort_backend.lowering.symbolic import as_vector
 
 aten = torch.ops.aten

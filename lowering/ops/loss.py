@@ -10,7 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import element_count, length
 from ort_backend.lowering.constants import as_int64, int64s, scalar_like
-from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT
+from ort_backend.lowering.kernels.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
 from ort_backend.lowering.ops.pointwise import log1p

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from ort_backend.lowering.axes import refuse_empty
 from ort_backend.lowering.constants import int64s, scalar_like
 from ort_backend.lowering.microsoft import typed
-from ort_backend.lowering.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 from ort_backend.lowering.registry import register
 from ort_backend.lowering.scan import Body, scan
+from ort_backend.lowering.tracing.recurrence import GRU, GRU_BACKWARD, LSTM, LSTM_BACKWARD, RNN, RNN_BACKWARD
 
 
 def _zeros(op: Any, like: ir.Value) -> ir.Value:

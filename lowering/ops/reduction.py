@@ -12,10 +12,10 @@ import torch
 
 from ort_backend.lowering.axes import axes, axis, length, may_be_zero, rank
 from ort_backend.lowering.constants import constant, int64s, scalar_like
-from ort_backend.lowering.cumulative_products import CUMPROD_BACKWARD
 from ort_backend.lowering.ops.pointwise import exp
 from ort_backend.lowering.ops.running import gradient_of_running_product, running_product, running_sum
 from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.tracing.cumulative_products import CUMPROD_BACKWARD
 
 aten = torch.ops.aten
 

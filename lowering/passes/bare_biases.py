@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import SymInt, fx, ops
 
-from ort_backend.lowering.fused_attention import EFFICIENT, EFFICIENT_BACKWARD
 from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.kernels.fused_attention import EFFICIENT, EFFICIENT_BACKWARD
 
 aten = ops.aten
 

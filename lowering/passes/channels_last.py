@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ort_backend.lowering.channels_last import to_first, to_last
+from ort_backend.lowering.kernels.channels_last import to_first, to_last
 from ort_backend.lowering.memory_order import order_of
 from ort_backend.lowering.passes.picture_forms import CONVOLUTIONS, Form, form_of
 from ort_backend.lowering.passes.picture_writer import Writer, dims_of, permutation

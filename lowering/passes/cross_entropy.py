@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import source_of
-from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT
+from ort_backend.lowering.kernels.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.ops.loss import CROSS_ENTROPY_BACKWARD
 
 aten = torch.ops.aten

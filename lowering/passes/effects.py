@@ -10,8 +10,8 @@ import operator
 import torch
 from torch import fx
 
-from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.provenance import operator_name
+from ort_backend.lowering.splitting.partition import is_random
 
 # Checks of the tracer, which Dynamo's guards have made: nothing runs them.
 _DROPPED = {"aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"}

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import REFERENCES, VIEWS, arguments_of, call_beside, is_transpose
-from ort_backend.lowering.kernel_choice import slow_kernels_may_go
+from ort_backend.lowering.kernels.kernel_choice import slow_kernels_may_go
+from ort_backend.lowering.kernels.row_sums import ADD_ROWS, ZERO_TABLE
 from ort_backend.lowering.ops.matmul import TALL_MM
-from ort_backend.lowering.row_sums import ADD_ROWS, ZERO_TABLE
 from ort_backend.lowering.symbolic import have_same_sizes, hint
 from ort_backend.target import OrtTarget
 

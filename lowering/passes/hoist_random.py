@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ort_backend.lowering.partition import is_random
 from ort_backend.lowering.sizes import evaluator
+from ort_backend.lowering.splitting.partition import is_random
 
 aten = torch.ops.aten
 

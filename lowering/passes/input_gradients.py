@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import call_beside
-from ort_backend.lowering.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 

@@ -14,8 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ort_backend.lowering.fx_nodes import arguments_of
-from ort_backend.lowering.partition import ancestors, is_random
 from ort_backend.lowering.passes.effects import has_effect
+from ort_backend.lowering.splitting.partition import ancestors, is_random
 
 aten = torch.ops.aten
 

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import arguments_of, call_beside
-from ort_backend.lowering.kernel_choice import slow_kernels_may_go
-from ort_backend.lowering.pair_choice import reads_pairs
-from ort_backend.lowering.partition import view_chain
+from ort_backend.lowering.kernels.kernel_choice import slow_kernels_may_go
+from ort_backend.lowering.kernels.pair_choice import reads_pairs
+from ort_backend.lowering.splitting.partition import view_chain
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.eager_nodes import evaluation_of
+from ort_backend.lowering.splitting.eager_nodes import evaluation_of
 from ort_backend.lowering.symbolic import is_symbolic
 
 aten = torch.ops.aten

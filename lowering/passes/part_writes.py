@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import arguments_of
-from ort_backend.lowering.kernel_choice import slow_kernels_may_go
-from ort_backend.lowering.part_writes import WRITE_PARTS, View, flat
+from ort_backend.lowering.kernels.kernel_choice import slow_kernels_may_go
+from ort_backend.lowering.kernels.part_writes import WRITE_PARTS, View, flat
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ort_backend.lowering.channels_last import to_first, to_last
 from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.kernels.channels_last import to_first, to_last
 from ort_backend.lowering.passes.picture_writer import Writer
 
 aten = torch.ops.aten

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
 from ort_backend.lowering.fx_nodes import VIEWS, Convolution, arguments_of, convolution_of, nodes_in
-from ort_backend.lowering.kernel_choice import faster_in_pytorch, pytorch_may_run
+from ort_backend.lowering.kernels.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
+from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch, pytorch_may_run
 from ort_backend.lowering.passes import patches
 from ort_backend.lowering.passes.picture_writer import Write, Writer, dims_of, permutation
 from ort_backend.lowering.symbolic import have_same_sizes, hint

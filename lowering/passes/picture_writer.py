@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.channels_last import to_first, to_last
+from ort_backend.lowering.kernels.channels_last import to_first, to_last
 
 aten = torch.ops.aten
 

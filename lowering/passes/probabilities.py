@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from ort_backend.lowering import registry
-from ort_backend.lowering.attention_blocks import causal_ends
-from ort_backend.lowering.attention_choice import bounds_scores, few_probabilities
 from ort_backend.lowering.fx_nodes import REFERENCES, arguments_of, source_of
-from ort_backend.lowering.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.attention_blocks import causal_ends
+from ort_backend.lowering.kernels.attention_choice import bounds_scores, few_probabilities
+from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.ops.attention import ATTENTION, ATTENTION_BACKWARD, flash_attention_backward_fused, flash_attention_fused
 from ort_backend.lowering.passes.recompute import has_budget
 from ort_backend.lowering.symbolic import may_be_zero

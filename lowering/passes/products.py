@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
 from ort_backend.lowering.fx_nodes import untransposed
-from ort_backend.lowering.kernel_choice import pytorch_may_run
-from ort_backend.lowering.operator_class import product_sizes
-from ort_backend.lowering.product_choice import product_by_mkl, product_by_onednn, product_in_bfloat16
+from ort_backend.lowering.kernels.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
+from ort_backend.lowering.kernels.kernel_choice import pytorch_may_run
+from ort_backend.lowering.kernels.operator_class import product_sizes
+from ort_backend.lowering.kernels.product_choice import product_by_mkl, product_by_onednn, product_in_bfloat16
 from ort_backend.lowering.symbolic import have_same_sizes
 from ort_backend.target import OrtTarget
 

@@ -15,14 +15,14 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
 
-from ort_backend.lowering.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.dtypes import carrier
+from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.later import BEHIND
-from ort_backend.lowering.partition import ancestors, descendants, is_collective, is_random
 from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
 from ort_backend.lowering.passes.hoist_random import draw_masks_only
 from ort_backend.lowering.passes.saved_views import drop_unread
+from ort_backend.lowering.splitting.partition import ancestors, descendants, is_collective, is_random
 
 aten = torch.ops.aten
 

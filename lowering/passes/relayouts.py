@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.memory_order import reads_other_memory
-from ort_backend.lowering.partition import root
+from ort_backend.lowering.splitting.partition import root
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch._prims_common import is_contiguous_or_false
 
 from ort_backend.lowering.memory_order import READS_STRIDES
-from ort_backend.lowering.partition import root
+from ort_backend.lowering.splitting.partition import root
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ort_backend.lowering.autograd_function import BACKWARD
+from ort_backend.lowering.functions.autograd_function import BACKWARD
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import scaled_dot_product_attention
 
 from ort_backend.lowering.fx_nodes import graph_modules
-from ort_backend.lowering.partition import ancestors
+from ort_backend.lowering.splitting.partition import ancestors
 
 # Where the arguments stand: (query, key, value, attn_mask, dropout_p, is_causal).
 _MASK, _CAUSAL = 3, 5

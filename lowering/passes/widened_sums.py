@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import VIEWS
-from ort_backend.lowering.partition import descendants
+from ort_backend.lowering.splitting.partition import descendants
 
 aten = torch.ops.aten
 

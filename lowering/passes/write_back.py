@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import arguments_of
-from ort_backend.lowering.partition import root
+from ort_backend.lowering.kernels.write_back import BY_INDEX, BY_INDEX_HERE, WRITE_BACK, WRITE_HERE
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.part_writes import LARGE, Write, is_for, write_of
+from ort_backend.lowering.splitting.partition import root
 from ort_backend.lowering.symbolic import hint
-from ort_backend.lowering.write_back import BY_INDEX, BY_INDEX_HERE, WRITE_BACK, WRITE_HERE
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 import ort_backend
 from ort_backend import compiler
-from ort_backend.lowering import dynamo_hook
+from ort_backend.lowering.functions import dynamo_hook
 
 
 class Cube(Function):

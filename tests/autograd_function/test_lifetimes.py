@@ -19,7 +19,7 @@ from heap import growth
 from torch.autograd import Function
 
 import ort_backend
-from ort_backend.lowering.function_site import SITES, Context
+from ort_backend.lowering.functions.function_site import SITES, Context
 from ort_backend.runtime import capabilities
 
 

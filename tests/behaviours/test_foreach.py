@@ -11,7 +11,7 @@ from behaviours.check import compiled, on_ort
 from default_device import ON_CPU
 from torch import nn
 
-from ort_backend.lowering import foreach
+from ort_backend.lowering.tracing import foreach
 
 OPERATORS = {str(operator): (operator, decomposition) for operator, decomposition in foreach.decompositions().items()}
 

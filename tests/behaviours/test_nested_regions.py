@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering.nested_regions import inline_regions
+from ort_backend.lowering.tracing.nested_regions import inline_regions
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch._higher_order_ops.passes") is None, reason="this torch has no pass that inlines regions"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ort_backend.lowering import dense_products, given_memory
+from ort_backend.lowering.kernels import dense_products, given_memory
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities, result_memory
 from ort_backend.runtime.result_memory import ResultMemory

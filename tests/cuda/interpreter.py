@@ -14,8 +14,8 @@ import onnxruntime as ort
 import torch
 from torch import fx
 
-from ort_backend.lowering import device_kernels
 from ort_backend.lowering import graph as lowering
+from ort_backend.lowering.kernels import device_kernels
 from ort_backend.lowering.python_op import PythonCall, callable_of
 from ort_backend.runtime import capabilities
 from tools.cuda_placement.capture import as_on_cuda

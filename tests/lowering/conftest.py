@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ort_backend.lowering.decompositions import table
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
+from ort_backend.lowering.tracing.decompositions import table
 from ort_backend.runtime import capabilities
 from ort_backend.runtime.session import Program, Session, SessionConfig
 

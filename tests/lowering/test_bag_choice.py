@@ -12,7 +12,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="measured on the CPU")

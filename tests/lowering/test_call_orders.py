@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ort_backend
-from ort_backend.lowering import carriers, dense_products
+from ort_backend.lowering import carriers
 from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.kernels import dense_products
 from ort_backend.runtime import capabilities
 
 pytestmark = single_session

@@ -11,7 +11,7 @@ from default_device import ON_CPU
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice
 
 LARGE, SMALL = 1 << 17, 1 << 10
 PAIRS = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float16, torch.float32)}

@@ -16,8 +16,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from ort_backend.lowering import recurrent_layers
-from ort_backend.lowering.composites import replaced_kernel
+from ort_backend.lowering.tracing import recurrent_layers
+from ort_backend.lowering.tracing.composites import replaced_kernel
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ort_backend import joint
 from ort_backend.lowering import registry
-from ort_backend.lowering.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
+from ort_backend.lowering.kernels.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
 from ort_backend.lowering.passes import channels_last
 
 pytestmark = single_session

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ort_backend
-from ort_backend.lowering import cudnn
+from ort_backend.lowering.kernels import cudnn
 
 _WHOLE: dict[int, Any] = {cudnn.LSTM: torch.lstm, cudnn.GRU: torch.gru, cudnn.TANH: torch.rnn_tanh, cudnn.RELU: torch.rnn_relu}
 

@@ -8,7 +8,8 @@ import torch
 from torch import randn
 from torch.nn import functional as F
 
-from ort_backend.lowering import decompositions, older_torch, registry
+from ort_backend.lowering import registry
+from ort_backend.lowering.tracing import decompositions, older_torch
 
 aten = torch.ops.aten
 

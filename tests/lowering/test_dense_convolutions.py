@@ -12,7 +12,7 @@ from default_device import ON_CPU
 from ops.harness import trace
 from torch import fx, nn
 
-from ort_backend.lowering import dense_convolutions, kernel_choice
+from ort_backend.lowering.kernels import dense_convolutions, kernel_choice
 from ort_backend.runtime import capabilities
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from default_device import ON_CPU, seeded
 from ops.harness import trace
 from torch import nn
 
-from ort_backend.lowering import depthwise
+from ort_backend.lowering.kernels import depthwise
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from ort_backend.lowering.device_kernels import faster_on_device
+from ort_backend.lowering.kernels.device_kernels import faster_on_device
 from ort_backend.lowering.passes.cheap import cheap_again
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ from default_device import ON_CPU, seeded
 from torch import nn
 from torch.nn import functional as F
 
-from ort_backend.lowering import faster_calls
+from ort_backend.lowering.kernels import faster_calls
 
 aten = torch.ops.aten
 

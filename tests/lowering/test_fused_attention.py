@@ -10,10 +10,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ort_backend.lowering import fused_attention
-from ort_backend.lowering.eager_nodes import evaluation
-from ort_backend.lowering.fused_attention import ALIGNMENT, EFFICIENT, EFFICIENT_BACKWARD, IMPLEMENTATIONS, aligned
+from ort_backend.lowering.kernels import fused_attention
+from ort_backend.lowering.kernels.fused_attention import ALIGNMENT, EFFICIENT, EFFICIENT_BACKWARD, IMPLEMENTATIONS, aligned
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.splitting.eager_nodes import evaluation
 
 aten = torch.ops.aten
 

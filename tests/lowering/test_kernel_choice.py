@@ -14,7 +14,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import dense_products, kernel_choice, operator_class
+from ort_backend.lowering.kernels import dense_products, kernel_choice, operator_class
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="kernels that were measured there")

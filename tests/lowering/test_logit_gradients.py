@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ort_backend.lowering.logit_gradients import BFLOAT16_LOGIT_GRADIENT, bfloat16_logit_gradient
+from ort_backend.lowering.kernels.logit_gradients import BFLOAT16_LOGIT_GRADIENT, bfloat16_logit_gradient
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 
 aten = torch.ops.aten

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ort_backend import graph_pickle
-from ort_backend.lowering.bridged_calls import bridge_calls
 from ort_backend.lowering.builder import Builder
-from ort_backend.lowering.counters import count_together
+from ort_backend.lowering.calls_on_device.bridged_calls import bridge_calls
+from ort_backend.lowering.calls_on_device.counters import count_together
+from ort_backend.lowering.calls_on_device.merged_calls import merge_calls
+from ort_backend.lowering.calls_on_device.parameter_casts import cast_together
+from ort_backend.lowering.calls_on_device.picture_order import put_channels_last
+from ort_backend.lowering.calls_on_device.viewed_calls import view_in_calls
 from ort_backend.lowering.dtypes import carrier, to_torch
-from ort_backend.lowering.merged_calls import merge_calls
-from ort_backend.lowering.parameter_casts import cast_together
-from ort_backend.lowering.picture_order import put_channels_last
 from ort_backend.lowering.python_op import PythonCall, callable_of, write_python_op
-from ort_backend.lowering.viewed_calls import view_in_calls
 from ort_backend.target import TRITON
 
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from ort_backend.lowering.decompositions import table
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.lowered import NotOnOrt
+from ort_backend.lowering.tracing.decompositions import table
 from ort_backend.runtime import capabilities
 
 aten = torch.ops.aten

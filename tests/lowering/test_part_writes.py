@@ -10,7 +10,7 @@ from behaviours.check import WHOLE_GRAPHS
 from ops.trained import check_training, needs_grad
 
 import ort_backend
-from ort_backend.lowering import part_writes
+from ort_backend.lowering.kernels import part_writes
 from ort_backend.lowering.passes import part_writes as joining
 
 SIZE = (4, 64, 256)

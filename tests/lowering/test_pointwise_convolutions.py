@@ -10,8 +10,8 @@ from behaviours.check import compiled
 from default_device import seeded
 from torch import nn
 
-from ort_backend.lowering import depthwise, pointwise_convolutions
-from ort_backend.lowering.dense_products import processor_multiplies_bfloat16
+from ort_backend.lowering.kernels import depthwise, pointwise_convolutions
+from ort_backend.lowering.kernels.dense_products import processor_multiplies_bfloat16
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.cpu_only(reason="PyTorch's kernels of the CPU")

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_backend
 from ort_backend import joint
-from ort_backend.lowering import dense_products, registry
-from ort_backend.lowering.attention_choice import few_probabilities
+from ort_backend.lowering import registry
+from ort_backend.lowering.kernels import dense_products
+from ort_backend.lowering.kernels.attention_choice import few_probabilities
 from ort_backend.lowering.ops import attention as ops
 from ort_backend.lowering.passes import probabilities
 from ort_backend.runtime import capabilities

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering import dense_products, product_choice
+from ort_backend.lowering.kernels import dense_products, product_choice
 from ort_backend.lowering.passes import products
 from ort_backend.runtime import capabilities
 

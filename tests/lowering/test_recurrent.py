@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import ort_backend
-from ort_backend.lowering import dense_products, kernel_choice, onednn
+from ort_backend.lowering.kernels import dense_products, kernel_choice, onednn
 
 SCANS = {"kernels": "onnxruntime"}  # LSTMs in float32 as ONNX Scans too, instead of oneDNN's kernels
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from ort_backend.lowering.regions import LEAST_NODES, Schedule, frontier, schedule
+from ort_backend.lowering.splitting.regions import LEAST_NODES, Schedule, frontier, schedule
 from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from default_device import seeded
 from ops.harness import trace
 
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="PyTorch's loop for the CPU")

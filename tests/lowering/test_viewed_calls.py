@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.merged_calls import merge_calls
+from ort_backend.lowering.calls_on_device.merged_calls import merge_calls
+from ort_backend.lowering.calls_on_device.viewed_calls import view_in_calls
 from ort_backend.lowering.python_op import PythonCall
-from ort_backend.lowering.viewed_calls import view_in_calls
 
 X = torch.arange(24.0).reshape(2, 3, 4)
 SIZES = {"s0": 2, "3*s0": 6, "s1": 4}

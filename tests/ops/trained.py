@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch_version import MORE_IS_SYMBOLIC, TORCH
 
 from ort_backend import graph_report
-from ort_backend.lowering.regions import SLOWER, TOO_SMALL
+from ort_backend.lowering.splitting.regions import SLOWER, TOO_SMALL
 from ort_backend.runtime import capabilities
 
 BETWEEN_SESSIONS = (TOO_SMALL, SLOWER)  # why, with the plain onnxruntime, an operator runs in PyTorch although it could run in a session

@@ -21,7 +21,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ort_backend import compiler, direct_call
-from ort_backend.lowering.function_site import SITES, TensorResult
+from ort_backend.lowering.functions.function_site import SITES, TensorResult
 
 _run = fake_tensor.run_fallback_kernel
 _CUDA, _CPU = torch.device("cuda:0"), torch.device("cpu")
