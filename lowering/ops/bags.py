@@ -89,8 +89,10 @@ def embedding_bag(
 
     The results beside the first are those of PyTorch's kernel: in mode sum it counts nothing, and mostly numbers no samples.
     """
-    refuse_empty("bags", indices)
     count, width = plus(op, length(op, offsets, 0), -1 if include_last_offset else 0), length(op, weight, 1)
+    if size(indices, 0) == 0:
+        return _empty_bags(op, weight, mode, count, width)
+    refuse_empty("bags", indices)
     every = _bag_of_each(op, indices, offsets)
     bags = _without_padding(op, every, indices, padding_idx, count)
     rows = _gathered(op, weight, indices)
@@ -110,6 +112,14 @@ def embedding_bag(
         return op.Div(total, _divisor(op, counts, dtype)), op.Identity(every), counts, op.Identity(counts)
     largest, chosen = _maxima(op, rows, indices, bags, counts, count, width, dtype)
     return largest, op.Identity(every), counts, chosen
+
+
+def _empty_bags(op: Any, weight: ir.Value, mode: int, count: Size, width: Size) -> Sequence[ir.Value]:
+    """What `embedding_bag` returns where no bag has a sample."""
+    assert weight.dtype is not None
+    chosen = [count, width] if mode == _MAX else [count]
+    none = [filled(op, shape, 0, ir.DataType.INT64) for shape in ([0], [count], chosen)]
+    return filled(op, [count, width], 0.0, weight.dtype), *none
 
 
 def _divisor(op: Any, counts: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -161,12 +171,14 @@ def embedding_bag_backward(
     """
     if sparse:
         raise Unsupported("a sparse gradient")
-    refuse_empty("bags", indices)
-    if scale_grad_by_freq and mode != _MAX:
-        raise Unsupported("PyTorch's kernel divides by the frequency of another index")
     assert grad.dtype is not None
     width = length(op, grad, 1)
     zeros = filled(op, [num_weights, width], 0.0, grad.dtype)
+    if size(indices, 0) == 0:
+        return zeros
+    refuse_empty("bags", indices)
+    if scale_grad_by_freq and mode != _MAX:
+        raise Unsupported("PyTorch's kernel divides by the frequency of another index")
     if mode == _MAX:
         filled_bags = op.Cast(op.Greater(as_int64(op, bag_size), constant(op, 0, ir.DataType.INT64)), to=grad.dtype)
         return op.ScatterElements(zeros, as_int64(op, maximum_indices), op.Mul(grad, _column(op, filled_bags)), axis=0, reduction="add")
@@ -198,6 +210,9 @@ def embedding_bag_per_sample_weights_backward(
     """_embedding_bag_per_sample_weights_backward(Tensor grad, Tensor weight, Tensor indices, Tensor offsets, Tensor offset2bag, int mode,
     int padding_idx=-1) -> Tensor
     """
+    if size(indices, 0) == 0:
+        assert grad.dtype is not None
+        return filled(op, [0], 0.0, grad.dtype)
     refuse_empty("bags", indices)
     rows = _of_samples(op, grad, indices, offsets, None, padding_idx)
     return op.ReduceSum(op.Mul(rows, op.Gather(weight, indices, axis=0)), int64s(op, [1]), keepdims=0)

@@ -36,6 +36,16 @@ def test_a_bag_of_padding_only(mode: str) -> None:
     check_training(lambda w: F.embedding_bag(torch.tensor([4, 4, 1]), w, torch.tensor([0, 2]), mode=mode, padding_idx=4), needs_grad(10, 3))
 
 
+@pytest.mark.parametrize("offsets", [torch.int64, torch.int32])
+@pytest.mark.parametrize("mode", MODES)
+def test_empty_bags_only(mode: str, offsets: torch.dtype) -> None:
+    none, starts = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=offsets)
+    check_training(lambda w: F.embedding_bag(none, w, starts, mode=mode), needs_grad(10, 3))
+    check_training(lambda w: F.embedding_bag(none, w, starts, mode=mode, include_last_offset=True), needs_grad(10, 3))
+    if mode == "sum":
+        check_training(lambda w, s: F.embedding_bag(none, w, starts, mode=mode, per_sample_weights=s), needs_grad(10, 3), needs_grad(0))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_last_offset_included(mode: str) -> None:
     check_training(lambda w: F.embedding_bag(INDICES, w, torch.tensor([0, 4, 4, 8]), mode=mode, include_last_offset=True), needs_grad(10, 3))
