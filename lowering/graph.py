@@ -112,6 +112,7 @@ class GraphLowering:
             self.bind(node, value)
             return value
         dtype, shape = self._calls.type_of(node.meta["val"])
+        shape = ir.Shape([None] * len(shape)) if "loose" in node.meta else shape
         order = entering_order(node.meta["val"])
         if order is None:
             value = self.op.builder.input(name, dtype, shape)

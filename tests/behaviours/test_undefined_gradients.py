@@ -192,6 +192,24 @@ class Scaled(nn.Module):
         return rows.sum(), rows * 2
 
 
+class Pictures(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.tanh(x).square().exp()
+        return features.sin().cos().sum(), features
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1)])
+def test_results_in_another_memory_order(chosen: tuple[int, ...], dynamic: bool) -> None:
+    runner = compiled(Pictures(), dynamic=dynamic)
+    for _ in range(2):
+        sides = [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_() for _ in range(2)]
+        for call, x in zip((runner, Pictures()), sides):
+            results = call(x)
+            sum(results[i].square().sum() for i in chosen).backward()  # type: ignore[union-attr]
+        same_gradients([sides[0]], [sides[1]])
+
+
 @single_session
 @pytest.mark.parametrize(
     ("model", "dynamic", "count"), [(Decoder(), False, 2), (Decoder(), True, 2), (Reshaped(), False, 1), (Reshaped(), True, 0), (Scaled(), False, 0)]
