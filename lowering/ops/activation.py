@@ -46,6 +46,11 @@ def _refuse_symbolic(*numbers: Any) -> None:
         raise Unsupported("a setting that is not constant")
 
 
+def _refuse_lost_sign(slope: Any, is_result: bool) -> None:
+    if is_result and not isinstance(slope, ir.Value) and slope < 0:
+        raise Unsupported("the result does not say which elements were negative; PyTorch's kernel has an error")
+
+
 def _elementwise(op: Any, kernel: str, grad_output: ir.Value, x: ir.Value, **attributes: Any) -> ir.Value:
     """A gradient kernel of ONNX Runtime. They do not broadcast (1.19.2), as gradients do that come out of `torch.vmap`."""
     if grad_output.shape is None or x.shape is None or not same_shape(grad_output, x):
@@ -222,6 +227,7 @@ def leaky_relu_backward_step(op, grad_output, self, negative_slope, self_is_resu
 @register(aten.leaky_relu_backward.default, promote="output")
 def leaky_relu_backward(op, grad_output, self, negative_slope, self_is_result):
     """leaky_relu_backward(Tensor grad_output, Tensor self, Scalar negative_slope, bool self_is_result) -> Tensor"""
+    _refuse_lost_sign(negative_slope, self_is_result)
     positive, slope = _mask(op, op.Greater(self, scalar_like(op, 0.0, self)), grad_output), scalar_like(op, negative_slope, grad_output)
     step = op.Sub(1.0, slope) if isinstance(negative_slope, ir.Value) else 1.0 - negative_slope
     return op.Mul(grad_output, op.Add(op.Mul(positive, step), slope))
@@ -314,6 +320,7 @@ def elu(op, self, alpha=1, scale=1, input_scale=1):
 def elu_backward(op, grad_output, alpha, scale, input_scale, is_result, self_or_result):
     """elu_backward(Tensor grad_output, Scalar alpha, Scalar scale, Scalar input_scale, bool is_result, Tensor self_or_result) -> Tensor"""
     _refuse_symbolic(alpha, scale, input_scale)
+    _refuse_lost_sign(alpha, is_result)
     x, below = self_or_result, op.Min(self_or_result, scalar_like(op, 0.0, self_or_result))
     raised = op.Add(below, float(alpha * scale)) if is_result else op.Mul(op.Exp(op.Mul(below, float(input_scale))), float(alpha * scale))
     slope = op.Mul(raised, float(input_scale))

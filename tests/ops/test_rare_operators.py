@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -106,3 +106,17 @@ def test_distances_of_many_rows_run_in_pytorch() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_bilinear_forms(dynamic: bool) -> None:
     check_training(lambda x, y, w, b: F.bilinear(x, y, w, b), needs_grad(4, 6), needs_grad(4, 5), needs_grad(3, 6, 5), needs_grad(3), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("activation", [lambda x: F.elu_(x, -2.0), lambda x: F.celu_(x, -2.0), lambda x: F.leaky_relu_(x, -0.2)])
+def test_in_place_activation_that_loses_the_sign(activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return activation(x.clone())
+
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    result = torch.compile(function, backend="ort_training", fullgraph=True)(x)
+    torch.testing.assert_close(result, function(x))
+    with pytest.raises(RuntimeError, match="call out-of-place version"):
+        result.sum().backward()
+    torch._dynamo.reset()
+    check_training(lambda x: F.elu_(x.clone(), 2.0) + F.leaky_relu_(x.clone(), 0.2), needs_grad(4, 6))
