@@ -73,7 +73,8 @@ def is_transpose(node: Any) -> bool:
 def call_beside(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call, where the graph inserts, with the metadata of `beside`, and as a fake tensor what it gives of those of its arguments."""
     made = graph.call_function(target, args, kwargs)
-    made.meta = {**beside.meta, "val": target(*fx.node.map_arg(args, lambda one: one.meta["val"]), **kwargs)}
+    values, named = fx.node.map_arg((args, kwargs), lambda one: one.meta["val"])
+    made.meta = {**beside.meta, "val": target(*values, **named)}
     return made
 
 

@@ -130,3 +130,18 @@ def test_double_precision(moved: list[int], dtype: torch.dtype, moves: bool) -> 
     actual, expected = compiled(weighted)(x, weights), weighted(x, weights)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert any(moved) == moves
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_sum_weighted_with_a_symbolic_number(trained: bool) -> None:
+    def function(x: Tensor, y: Tensor, weight: int) -> Tensor:
+        return torch.add(x, y, alpha=weight)
+
+    call = torch.compile(function, backend="ort_training", dynamic=True, fullgraph=True)
+    for weight in (2, 3):
+        x, y = (torch.randn(4, 6, dtype=torch.complex64, generator=seeded(seed)).requires_grad_(trained) for seed in (0, 1))
+        results = [one(x, y, weight) for one in (function, call)]
+        torch.testing.assert_close(results[1], results[0])
+        if trained:
+            gradients = [torch.autograd.grad(one.abs().sum(), (x, y)) for one in results]
+            torch.testing.assert_close(gradients[1], gradients[0])
