@@ -174,8 +174,7 @@ def direct(
     writes, new_values = _grouped(plan.written, example_inputs), len(plan.written)
     detached, constant, tangents_of = plan.detached, plan.constant, plan.tangents
     # Autograd would make zeros for every result without a gradient. The backward wants those of some, and is to know of all.
-    several = len(tangents_of) > 1
-    filled = [(i, place) for i, place in enumerate(tangents_of) if i not in training.loose] if several else []
+    filled = [(i, place) for i, place in enumerate(tangents_of) if i not in training.loose]
 
     class CompiledFunction(torch.autograd.Function):  # named as AOTAutograd's: so is the node of autograd that users see
         boxed_grads_call = True  # gradients come as a list, to be emptied (from torch 2.13 on)
@@ -192,9 +191,8 @@ def direct(
             if constant:
                 ctx.mark_non_differentiable(*(results[i] for i in constant))
             ctx._materialize_non_diff_grads = False
-            if several:
-                ctx.set_materialize_grads(False)
-                ctx.shapes = [(i, results[place].shape, results[place].dtype, results[place].device) for i, place in filled]
+            ctx.set_materialize_grads(False)
+            ctx.shapes = [(i, results[place].shape, results[place].dtype, results[place].device) for i, place in filled]
             return tuple(results)
 
         @staticmethod
@@ -206,7 +204,7 @@ def direct(
             else:
                 tangents = [grads[i] for i in tangents_of]
             del grads
-            undefined = _fill(tangents, ctx.shapes) if several else _NONE
+            undefined = _fill(tangents, ctx.shapes)
             _check_backward(plan, tangents)
             saved = list(ctx.saved_tensors)  # raises PyTorch's errors: for what was modified in place, and where it was freed
             if torch.is_grad_enabled():
@@ -272,9 +270,6 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _no_view(one: Any) -> Any:
     return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
-
-
-_NONE: frozenset[int] = frozenset()
 
 
 def _fill(tangents: list[Any], shapes: Sequence[tuple[int, torch.Size, torch.dtype, torch.device]]) -> frozenset[int]:

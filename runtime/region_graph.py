@@ -254,9 +254,8 @@ class RegionTraining:
         self.captured_sessions = self._forward.captured_sessions + self._backward.captured_sessions
         self._places = plan.tangent_outputs
         self._undefined = Undefined()
-        tangents = len(plan.tangent_outputs or ())
-        partial = any(needs and len(needs) < tangents for needs in plan.backward.depends_on) or (plan.has_functions and tangents > 1)
-        self.watches = self.may_be_undefined = plan.tangent_outputs is not None and partial
+        # Then `watch` is to be called. In front of one tangent a user's Function gets zeros, as in eager PyTorch.
+        self.watches = self.may_be_undefined = plan.tangent_outputs is not None and (len(plan.tangent_outputs) > 1 or not plan.has_functions)
         self.has_gradient = tuple(place is not None or value is not None for place, value in self._backward.results)
         self._outputs = plan.outputs
         self.loose = frozenset(plan.backward.loose)

@@ -121,10 +121,8 @@ class TrainingGraph:
         self._feed_tangents, self._fetch_gradients = feeder(plan.tangents), fetcher(plan.gradients)
         self._runs: dict[int, PendingRun] = {}
         self._latest, self._undefined = _Latest(), Undefined()
-        every = frozenset(one.position for one in plan.tangents)
-        # Whether some gradient depends on some of the tangents only, or a user's Function may: then `watch` is to be called.
-        partial = any(needs and needs != every for needs in plan.depends_on) or (session.has_python_ops and len(every) > 1)
-        self.may_be_undefined = plan.tangent_outputs is not None and partial
+        # Then `watch` is to be called. In front of one tangent a user's Function gets zeros, as in eager PyTorch.
+        self.may_be_undefined = plan.tangent_outputs is not None and (len(plan.tangents) > 1 or not session.has_python_ops)
         self.watches = True
         self.is_differentiable = bool(plan.replayed)
         self.has_gradient = tuple(one.source != "constant" or one.value is not None for one in plan.gradients)

@@ -61,6 +61,42 @@ def _step(chosen: Sequence[int], *args: Any) -> Callable[[Any, nn.Module], Any]:
 CHOICES = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)]
 
 
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(one.clone() for one in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return (None,) * len(gradients)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_whose_gradients_end_behind_them(count: int) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden = self.linear(x).tanh()
+            return tuple(hidden * (i + 2) for i in range(count))
+
+    def step(call: Any, module: nn.Module) -> Any:
+        module.zero_grad()
+        results = Stopped.apply(*call(x))
+        sum(one.sum() for one in results).backward()
+        assert module.linear.weight.grad is None and x.grad is None
+        return results
+
+    x = torch.randn(2, WIDTH, generator=seeded(0)).requires_grad_()
+    model = Both(Shared())
+    with on_ort(graphs=1):
+        for _ in range(3):  # the first step goes AOTAutograd's way
+            model.step(step)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("chosen", CHOICES)
 def test_a_loss_of_some_results(chosen: tuple[int, ...], dynamic: bool) -> None:
