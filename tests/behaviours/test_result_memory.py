@@ -252,7 +252,7 @@ def test_results_outlive_the_next_steps(monkeypatch: pytest.MonkeyPatch) -> None
 
 _ENDS = """
 import gc, torch
-from ort_backend.lowering import dense_products
+from ort_backend.lowering.kernels import dense_products
 from ort_backend.lowering.passes import products
 from ort_backend.runtime.result_memory import memory
 torch.set_num_threads(1)

@@ -53,7 +53,7 @@ def test_a_product_with_a_sigmoid_in_bfloat16(over_stand_in: Callable[..., objec
 import torch
 from torch.nn import functional as F
 import ort_backend
-from ort_backend.lowering import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice
 from ort_backend.runtime import harmful_optimizers, session
 from tools.cuda_placement.capture import as_on_cuda
 
