@@ -10,6 +10,7 @@ from torch import fx
 from torch._dynamo.source import RandomValueSource
 from torch.autograd import forward_ad
 
+from ort_backend import compiled_autograd
 from ort_backend.runtime.autograd_node import next_number
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.region_graph import RegionTraining
@@ -33,8 +34,11 @@ def boxed(function: Boxed) -> Boxed:
 
 
 def watched(compiled: Callable[..., Any], training: TrainingGraph | RegionTraining | None) -> Callable[..., Any]:
-    """`compiled`, showing its results to the training graph, and its arguments: the program may have written to them."""
-    if training is None or not training.watches:
+    """`compiled`, showing its results to the training graph, and its arguments: the program may have written to them.
+
+    Compiled autograd would trace what watches, too: its backwards are not this graph's.
+    """
+    if training is None or not training.watches or compiled_autograd.is_on():
         return compiled
 
     def call(*args: Any) -> Any:

@@ -360,9 +360,7 @@ class _Compilation:
 
     def around(self, compiled: Callable[..., Any], gm: fx.GraphModule, example_inputs: Sequence[Any], eager: fx.GraphModule) -> Callable[..., Any]:
         """AOTAutograd's callable as Dynamo is to call it."""
-        call, training = compiled, self._training
-        if not compiled_autograd.is_on():  # which would trace what watches, too
-            call = watched(call, training)
+        call, training = watched(compiled, self._training), self._training
         plan = self._direct
         if training is not None and plan is not None and direct_call.can_be_direct(plan, gm, example_inputs):
             call = direct_call.direct(training, plan, call, self._has_backward.is_set, example_inputs, self._autocast)
