@@ -6,6 +6,7 @@ AOTAutograd is handed a forward and a backward graph as it expects, each one cal
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs, written
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
+from ort_backend.lowering.kernels.part_writes import copy_of_parts
 from ort_backend.lowering.kernels.write_back import IMPLEMENTATIONS as WRITES_HERE
 from ort_backend.lowering.kernels.write_back import written_argument
 from ort_backend.lowering.lowered import LoweredGraph
@@ -34,9 +36,10 @@ from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import join_number_checks
-from ort_backend.lowering.passes.part_writes import join_writes
+from ort_backend.lowering.passes.part_writes import join_writes, parts_read
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
+from ort_backend.lowering.passes.read_parts import read_parts
 from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.recompute import recompute
 from ort_backend.lowering.passes.relayouts import drop_relayouts
@@ -103,6 +106,7 @@ def lower_joint(
     if not strict:
         join_number_checks(graph)
         write_back_parts(graph, target, num_fwd_outputs)
+    read_parts(graph)
     join_writes(graph, target)
     move_pairs(graph, target)
     divide_tall_products(graph, target)
@@ -139,7 +143,7 @@ def lower_joint(
         returned=_may_be_returned(partition),
         saved_outputs=tuple(i for i, one in enumerate(outputs) if one.source == "fetch" and one.dtype and values[one.index] in read),
         replayed=partition.replayed,
-        changing=partition.changing,
+        changing={i: functools.partial(copy_of_parts, parts=parts_read(partition.primals[i])) for i in partition.changing},
         depends_on=partition.depends_on,
         tangent_outputs=tangent_outputs(graph, len(partition.outputs), partition.tangents),
         loose=zeros_for(loose_among(partition.tangents)),
@@ -177,6 +181,7 @@ def lower_inference(
     if not strict:
         join_number_checks(graph)
         write_back_parts(graph, target, inside=True)
+    read_parts(graph)
     join_writes(graph, target)
     move_pairs(graph, target)
     hoisted = hoist(graph)

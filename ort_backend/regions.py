@@ -37,6 +37,7 @@ from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradien
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import is_number_check, join_number_checks
 from ort_backend.lowering.passes.part_writes import join_writes
+from ort_backend.lowering.passes.read_parts import read_parts
 from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
@@ -100,6 +101,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     take_bare_biases(graph)
     index_rows(graph)
     add_blocks(graph)
+    read_parts(graph)
     gather_parts(graph)
     is_backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
     if not strict:

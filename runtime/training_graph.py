@@ -47,7 +47,7 @@ class TrainingPlan:
         saved_outputs: Likewise: indices of results.
         returned: Which of `saved` are results of the backward themselves.
         replayed: Indices of the arguments on which the backward depends, for a second backward over one forward.
-        changing: Those of them that the program writes to behind the forward: what runs reads a copy.
+        changing: Those of them that the program writes to behind the forward, each with what makes the copy that is read instead.
         depends_on: For each result of the backward, the tangents that it depends on.
         tangent_outputs: For each tangent, the result of the forward that it belongs to; None if that is not known.
         loose: The tangents that may come with every size 1, each with the zero that it is where autograd has no gradient for it.
@@ -65,7 +65,7 @@ class TrainingPlan:
     saved_outputs: tuple[int, ...] = ()
     returned: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
-    changing: tuple[int, ...] = ()
+    changing: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = dataclasses.field(default_factory=dict)
     depends_on: tuple[frozenset[int], ...] = ()
     tangent_outputs: tuple[int, ...] | None = None
     loose: Mapping[int, loose_tangents.Zero] = dataclasses.field(default_factory=dict)
@@ -156,8 +156,8 @@ class TrainingGraph:
         for i in range(len(args)) if computed is None else computed:
             if isinstance(held[i], torch.Tensor) and held[i].grad_fn is not None:
                 held[i] = held[i].detach()
-        for i in plan.changing:
-            held[i] = held[i].detach().clone()
+        for i, copy in plan.changing.items():
+            held[i] = copy(held[i].detach())
         agent, state, fetches = self._advance(held, python, args)
         results = self._fetch(fetches, everything)
         saved = [args[i] for i in plan.saved] + [results[i] for i in plan.saved_outputs]

@@ -51,5 +51,15 @@ def part_of(tensor: Tensor, views: Sequence[int]) -> Tensor:
     return tensor
 
 
+def copy_of_parts(tensor: Tensor, parts: Sequence[Sequence[int]] | None) -> Tensor:
+    """A copy that has these views of a tensor, and anything elsewhere; of the whole for None. Memory that nothing is written to costs nothing."""
+    if parts is None:
+        return tensor.clone()
+    copy = torch.empty_like(tensor)
+    for views in parts:
+        part_of(copy, views).copy_(part_of(tensor, views))
+    return copy
+
+
 # What a node calls: without PyTorch's dispatcher, whose layers in Python take as long as a small kernel.
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {WRITE_PARTS: _write_parts}

@@ -45,7 +45,7 @@ def gather_parts(graph: fx.Graph) -> int:
     """Concatenates, in place, the gradients of neighbouring parts; returns for how many tensors."""
     gathered = 0
     for node in reversed(list(graph.nodes)):
-        if not node.users or not _is_plain_sum(node) or _joins(node):
+        if not node.users or not is_plain_sum(node) or _joins(node):
             continue
         summands = [(one, _part(one)) for one in _summands(node)]
         for dim in {part.dim for _, part in summands if part is not None}:
@@ -72,7 +72,7 @@ def _runs(parts: list[_Part]) -> list[list[_Part]]:
     return [run for run in runs if run[0].start < run[-1].start]
 
 
-def _is_plain_sum(node: Any) -> bool:
+def is_plain_sum(node: Any) -> bool:
     """Whether a node adds two tensors that have the shape and the dtype of the sum."""
     if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(one, fx.Node) for one in node.args):
         return False
@@ -84,14 +84,14 @@ def _is_plain_sum(node: Any) -> bool:
 
 def _joins(node: fx.Node) -> bool:
     """Whether nothing but another sum reads this one: that is looked at as a whole."""
-    return len(node.users) == 1 and _is_plain_sum(next(iter(node.users)))
+    return len(node.users) == 1 and is_plain_sum(next(iter(node.users)))
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     found, left = list[fx.Node](), [node]
     while left:
         one = left.pop()
-        if one is node or (_is_plain_sum(one) and len(one.users) == 1):
+        if one is node or (is_plain_sum(one) and len(one.users) == 1):
             left += reversed(one.args)  # type: ignore[arg-type]
         else:
             found.append(one)
@@ -136,7 +136,7 @@ def _gather(graph: fx.Graph, node: fx.Node, runs: list[list[_Part]], others: lis
         one = unread.pop()
         sources = one.all_input_nodes
         graph.erase_node(one)
-        unread += [source for source in sources if not source.users and (source.target in _FILLED_UP or _is_plain_sum(source))]
+        unread += [source for source in sources if not source.users and (source.target in _FILLED_UP or is_plain_sum(source))]
 
 
 def _gradient(graph: fx.Graph, node: fx.Node, run: list[_Part]) -> fx.Node:

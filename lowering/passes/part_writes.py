@@ -16,6 +16,7 @@ from torch import fx
 from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernels.kernel_choice import slow_kernels_may_go
 from ort_backend.lowering.kernels.part_writes import WRITE_PARTS, View, flat
+from ort_backend.lowering.kernels.write_back import IN_PLACE_WRITES
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
@@ -130,6 +131,23 @@ def _part_of(node: Any, base: fx.Node, views: list[View | None], symbolic: bool)
         nodes.add(node)
         node = given["self"]
     return nodes if node is base else set()
+
+
+def parts_read(argument: fx.Node) -> list[list[int]] | None:
+    """The fixed views through which a graph reads an argument, the numbers of each in a row, writes aside; None where it reads the whole."""
+    parts = list[list[int]]()
+    left: list[tuple[fx.Node, list[int]]] = [(argument, [])]
+    while left:
+        node, before = left.pop()
+        readers = [user for user in node.users if user.target not in IN_PLACE_WRITES]
+        views = [_view_of(arguments_of(reader), symbolic=False) if reader.target in _VIEWS else None for reader in readers]
+        if readers and None not in views:
+            left += [(reader, [*before, *view]) for reader, view in zip(readers, views) if view is not None]
+        elif before:
+            parts.append(before)
+        else:
+            return None
+    return parts
 
 
 def is_for(tensor: fx.Node, write: fx.Node, used: set[fx.Node]) -> bool:

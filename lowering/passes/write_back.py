@@ -19,6 +19,8 @@ from ort_backend.target import OrtTarget
 
 aten = torch.ops.aten
 
+_SAVED = "SavedForBackwardsAOTOutput"  # of AOTAutograd's descriptors, read in torch 2.13
+
 
 def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = None, *, alone: bool = False, inside: bool = False) -> int:
     """Replaces, in place, new values of arguments on the CPU among the first `outputs` results (None: all) by writes to these arguments.
@@ -44,9 +46,12 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
     count = 0
     for argument, place in arguments.items():
         value = results[place]
+        is_followed = _read_instead_of_copies(argument)
         steps = _steps(value, argument, arguments.keys())
         if steps is None or (alone and not all(map(_is_alone, steps))):
             continue
+        if is_followed and any(one is value and type(kind).__name__ == _SAVED for one, kind in zip(results, described, strict=False)):
+            continue  # autograd has AOTAutograd write the argument to itself, behind the forward, and would notice
         returned = [one for i, one in enumerate(results) if i not in written.values()]
         if inside and _is_read(value, steps) and _may_be_written_inside(argument, steps, returned):
             value.replace_all_uses_with(_written_here(graph, argument, steps))
@@ -89,6 +94,16 @@ def _steps(value: Any, argument: fx.Node, written: Set[fx.Node]) -> list[Write |
         steps.append(step)
         value = step.base if isinstance(step, Write) else value.args[0]
     return steps[::-1] if value is argument and steps else None
+
+
+def _read_instead_of_copies(argument: fx.Node) -> bool:
+    """Whether there are copies of an argument: where autograd follows a write, AOTAutograd copies it first. Nothing reads these afterwards."""
+    copies = [user for user in argument.users if user.target is aten.clone.default]
+    for copy in copies:
+        copy.replace_all_uses_with(argument, delete_user_cb=lambda user: user.op != "output")
+        if not copy.users:
+            argument.graph.erase_node(copy)
+    return bool(copies)
 
 
 def _is_alone(step: Write | fx.Node) -> bool:

@@ -194,6 +194,42 @@ def test_equals_eager(program: Callable[..., Any], dynamic: bool | None, with_gr
     torch.testing.assert_close(_run(compiled, with_gradient, transposed), _run(function, with_gradient, transposed), rtol=1e-4, atol=1e-4)
 
 
+def _followed(program: Callable[..., Any], memory: list[int]) -> list[Any]:
+    """Autograd follows the writes: what is computed from the arguments afterwards has a gradient, too; the next call gets them without."""
+    generator = seeded(0)
+    cache, other = (torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2))
+    seen: list[Any] = []
+    for at in (2, 3, 5):
+        x = torch.randn(6, WIDTH, generator=generator, requires_grad=True)
+        memory += [cache.data_ptr(), other.data_ptr()]
+        result = program(cache, other, x.tanh(), at, torch.tensor([at, at + 7]))
+        seen += [result.detach().clone(), cache.detach().clone(), other.detach().clone(), cache.requires_grad, other.requires_grad]
+        result.square().sum().backward(retain_graph=True)
+        (result.sum() + (cache * 0.1).exp().sum() + other.sin().sum()).backward(retain_graph=True)
+        if cache.requires_grad:
+            cache.square().sum().backward(retain_graph=True)
+        cache, other = cache.detach(), other.detach()
+        result.sum().backward()
+        seen.append(x.grad)
+    return seen
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_autograd_follows(program: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    memory: list[int] = []
+    compiled = torch.compile(program, backend="ort_training", fullgraph=True)
+    torch.testing.assert_close(_followed(compiled, memory), _followed(program, []), rtol=1e-4, atol=2e-3)
+    assert len(set(memory)) == 2
+
+
+def test_where_autograd_follows_a_slice_is_written_alone() -> None:
+    torch._dynamo.reset()
+    _followed(torch.compile(_slice, backend="ort_training", fullgraph=True, dynamic=False), memory=[])
+    found = {one.operator for one in ort_backend.report().graphs[-1].outside}
+    assert BACK in found and "ort_training::write_parts" not in found
+
+
 BACK, HERE, ROWS_HERE = "ort_training::write_back", "ort_training::write_here", "ort_training::index_copy_here"
 WRITES = {BACK, HERE, ROWS_HERE, "ort_training::index_put_here", "aten::index_copy_", "aten::index_put_"}
 
