@@ -38,6 +38,7 @@ class _Places(NamedTuple):
         end: That behind the last one.
         step: From one to the next.
         is_single: Whether it is one place, selected.
+        is_known: Whether the places are numbers, not symbols.
     """
 
     dim: int
@@ -45,6 +46,7 @@ class _Places(NamedTuple):
     end: int | torch.SymInt
     step: Any
     is_single: bool
+    is_known: bool
 
 
 def read_parts(graph: fx.Graph) -> int:
@@ -108,8 +110,8 @@ def _found(graph: fx.Graph, node: fx.Node, written: _Written) -> tuple[fx.Node, 
         return None
     source: Any = whole
     while True:
-        source = _uncopied(source)
-        if is_plain_sum(source):
+        source = written.uncopied(source)
+        if written.is_sum(source):
             summands = [one for one in source.args if one.target not in _FILLED_UP or not written.is_apart(places, one)]
             if len(summands) != 1:
                 break
@@ -120,7 +122,7 @@ def _found(graph: fx.Graph, node: fx.Node, written: _Written) -> tuple[fx.Node, 
             break
     if written.covers(places, source):
         return _part(graph, node, places, source, written)
-    if is_plain_sum(source) and 2 * _elements(node) <= _elements(source) and any(written.covers(places, one) for one in source.args):
+    if written.is_sum(source) and 2 * _elements(node) <= _elements(source) and any(written.covers(places, one) for one in source.args):
         parts = [_read(graph, node, one, *bounds) for one in source.args]
         with graph.inserting_before(node), node.meta["val"].fake_mode:
             return call_beside(graph, node, aten.add.Tensor, *parts), parts
@@ -135,7 +137,7 @@ def _part(graph: fx.Graph, node: fx.Node, places: _Places, source: fx.Node, writ
     there = written.places(source)
     inner = arguments_of(source)["src" if source.target in _WRITTEN else "grad_output"]
     if there is None or _are_same(places, there):
-        part = _uncopied(inner)
+        part = written.uncopied(inner)
     else:
         first = places.start - there.start
         part = _read(graph, node, inner, places.dim, *((first,) if places.is_single else (first, places.end - there.start, places.step)))
@@ -143,10 +145,29 @@ def _part(graph: fx.Graph, node: fx.Node, places: _Places, source: fx.Node, writ
 
 
 class _Written:
-    """Which places are written to, or filled up around, by nodes that are looked at again and again."""
+    """What is known of nodes, which are looked at again and again: which places they write to, or fill up around."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, _Places | None] = {}
+        self._plain: dict[fx.Node, bool] = {}
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether a node adds two tensors that have the shape and the dtype of the sum."""
+        if node.target is not aten.add.Tensor:
+            return False
+        if node not in self._plain:
+            self._plain[node] = is_plain_sum(node)
+        return self._plain[node]
+
+    def uncopied(self, node: fx.Node) -> fx.Node:
+        """What a copy over another tensor of this size and type copies; any other node as it is."""
+        while node.target is aten.copy.default and isinstance(source := node.args[1], fx.Node):
+            if node not in self._plain:
+                self._plain[node] = _is_like(source, node)
+            if not self._plain[node]:
+                break
+            node = source
+        return node
 
     def places(self, node: fx.Node) -> _Places | None:
         """Those of a write or of what is filled up with zeros; None for any other node."""
@@ -172,13 +193,6 @@ def _read(graph: fx.Graph, node: fx.Node, source: Any, *bounds: Any) -> fx.Node:
         return call_beside(graph, node, node.target, source, *bounds)
 
 
-def _uncopied(node: fx.Node) -> fx.Node:
-    """What a copy over another tensor of this size and type copies; any other node as it is."""
-    while node.target is aten.copy.default and isinstance(source := node.args[1], fx.Node) and _is_like(source, node):
-        node = source
-    return node
-
-
 def _places(node: fx.Node, whole: Any) -> _Places | None:
     """Which places of `whole` are read or written; None where they are counted from an end that is not known."""
     given = {name: one.meta["val"] if isinstance(one, fx.Node) else one for name, one in arguments_of(node).items()}
@@ -192,11 +206,11 @@ def _places(node: fx.Node, whole: Any) -> _Places | None:
     if all(isinstance(number, int) for number in (*numbers, size)):
         if is_single:
             start += size if start < 0 else 0
-            return _Places(dim, start, start + 1, 1, True)
-        return _Places(dim, *slice(*numbers).indices(size), False)
+            return _Places(dim, start, start + 1, 1, True, True)
+        return _Places(dim, *slice(*numbers).indices(size), False, True)
     if not all(isinstance(number, torch.SymInt) or number >= 0 for number in numbers):
         return None
-    return _Places(dim, start, start + 1 if is_single else numbers[1], step, is_single)
+    return _Places(dim, start, start + 1 if is_single else numbers[1], step, is_single, False)
 
 
 def _are_same(some: _Places, others: _Places) -> bool:
@@ -204,21 +218,17 @@ def _are_same(some: _Places, others: _Places) -> bool:
 
 
 def _is_within(some: _Places, others: _Places) -> bool:
-    if others.is_single or not _are_known(*some, *others):
+    if others.is_single or not (some.is_known and others.is_known):
         return False
     return others.step == 1 and others.start <= some.start < some.end <= others.end
 
 
 def _are_apart(some: _Places, others: _Places) -> bool:
     """Whether no place is among both."""
-    if not _are_known(*some, *others):
+    if not (some.is_known and others.is_known):
         return False
     beside = some.end <= others.start or others.end <= some.start
     return beside or (some.step == others.step and (some.start - others.start) % some.step != 0)
-
-
-def _are_known(*numbers: Any) -> bool:
-    return all(isinstance(number, int) for number in numbers)
 
 
 def _is_true(known: Any) -> bool:
