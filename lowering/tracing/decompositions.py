@@ -52,6 +52,8 @@ _OURS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.log_sigmoid_backward.default: lambda grad_output, self, buffer: grad_output * torch.sigmoid(-self),
     # PyTorch's gives views, and autograd forbids to write to several of one operator: that is what "unsafe" leaves out.
     aten.unsafe_split.Tensor: _unsafe_split,
+    # PyTorch's kernel refuses memory that is not PyTorch's own, such as that of a session's results. When it is copied no result can tell.
+    aten._lazy_clone.default: lambda self: self.clone(),
 }
 
 

@@ -120,3 +120,8 @@ def test_in_place_activation_that_loses_the_sign(activation: Callable[[torch.Ten
         result.sum().backward()
     torch._dynamo.reset()
     check_training(lambda x: F.elu_(x.clone(), 2.0) + F.leaky_relu_(x.clone(), 0.2), needs_grad(4, 6))
+
+
+def test_lazy_clones_of_what_a_session_computed() -> None:
+    check_training(lambda x: (x.exp() + 1)._lazy_clone().mul(2), needs_grad(3, 4))
+    check_training(lambda x: (x.exp() + 1)._lazy_clone().mul(2), torch.randn(3, 4, dtype=torch.complex64))
