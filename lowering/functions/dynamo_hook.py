@@ -132,6 +132,8 @@ _INNER = ("_torchdynamo_orig_backend", "compiler_fn", "_torchdynamo_orig_callabl
 
 def _opaque(variable: Any, tx: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """The results of an opaque call as Dynamo's variables; None where the original is to take over."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # PyTorch runs no Function there but by its rules for `vmap` and `jvp`
+        return _left_inline(variable, "a transform of torch.func surrounds it")
     if kwargs:
         resolved = _positional(variable, args, kwargs)
         if resolved is None:

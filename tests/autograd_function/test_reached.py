@@ -119,3 +119,26 @@ def test_a_backward_goes_back_over_a_graph_made_before() -> None:
         compiled(x).sum().backward()
         torch.testing.assert_close(other.grad, 2 * i * other.detach())
         torch.testing.assert_close(x.grad, 2 * i * x.detach())
+
+
+def test_called_inside_a_transform_on_a_tensor_that_it_does_not_map() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Any) -> Any:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient * 2
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row * Doubled.apply(weight.detach()))(x)
+
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(3)
+    result = torch.compile(function, backend="ort_training", fullgraph=True)(x, weight)
+    torch.testing.assert_close(result, x * 2 * weight)
+    result.sum().backward()
+    torch.testing.assert_close(x.grad, (2 * weight).expand(2, 3))
