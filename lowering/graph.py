@@ -27,6 +27,7 @@ from ort_backend.lowering.fx_nodes import attribute, nodes_in
 from ort_backend.lowering.kernels import cudnn, dense_products, faster_calls, fused_attention, onednn
 from ort_backend.lowering.kernels.casts import give_casts_away
 from ort_backend.lowering.kernels.empty_tensors import not_for_empty
+from ort_backend.lowering.kernels.flex_attention import FLEX_BACKWARD, backward_of
 from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, IN_PLACE_WRITES
@@ -357,7 +358,7 @@ class GraphLowering:
         args, kwargs = self._arguments(node, self.value)
         fakes = [n.meta["val"] for n in nodes_in((node.args, node.kwargs)) if isinstance(self.env.get(n), (ir.Value, Complex))]
         implementations = _ON_CPU if self.target.device_type == "cpu" else _IMPLEMENTATIONS
-        target = implementations.get(node.target, node.target)
+        target = backward_of(node) if node.target is FLEX_BACKWARD else implementations.get(node.target, node.target)
         if node.target is FUNCTIONALIZED and (places := places_of_bases(node)):
             target, numbers = on_placed_bases, [number for place in places.values() for number in place]
             kwargs["_places"] = {i: [self._symbols.number(number, node) for number in place] for i, place in places.items()}
@@ -372,9 +373,12 @@ class GraphLowering:
         if not is_number_check(node):
             self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs in PyTorch, inside the session: %s%s", title, reason, at(where))
-        if isinstance(fake, (tuple, list)):
-            return [None if v is None else self._calls.stamp(v, f) for v, f in zip(values, fake)]
-        return None if fake is None else self._calls.stamp(values[0], fake)
+        return self._stamped(values, fake) if isinstance(fake, (tuple, list)) else None if fake is None else self._calls.stamp(values[0], fake)
+
+    def _stamped(self, values: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
+        """`stamp` for each value, also in lists among them; None stays None."""
+        pairs = zip(values, fakes, strict=True)
+        return [self._stamped(v, f) if isinstance(f, (tuple, list)) else None if v is None else self._calls.stamp(v, f) for v, f in pairs]
 
     def _function(self, node: fx.Node) -> list[Any]:
         """A call of a user's autograd.Function, or its backward: one node, behind all others that run Python, as the user wrote them."""
@@ -391,7 +395,7 @@ class GraphLowering:
         results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
         before = self._random_order if self._random_order is not None else constant(self.op, 0, ir.DataType.INT64)
         values, call = write_python_op(self.op, ordered(target), title, (before, *args), kwargs, [*results, order], [order, *fakes])
-        self._random_order = self._calls.stamp(values.pop(), order)  # type: ignore[arg-type]
+        self._random_order = self._calls.stamp(values.pop(), order)
         return values, call
 
     # -- other kinds of node

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -248,7 +248,7 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 def write_python_op(
     op: Any, target: Callable[..., Any], title: str, args: tuple[Any, ...], kwargs: dict[str, Any], fake: Any, fakes: Sequence[Any]
-) -> tuple[list[ir.Value | None], PythonCall]:
+) -> tuple[list[Any], PythonCall]:
     """Writes a node that calls `target(*args, **kwargs)`.
 
     Args:
@@ -257,14 +257,17 @@ def write_python_op(
         title: Its name for people, also in the dumped graph.
         args: Arguments in which tensors and symbolic numbers are `ir.Value`.
         kwargs: Likewise.
-        fake: The node's fake result: a tensor, or a sequence of tensors, numbers and None.
+        fake: The node's fake result: a tensor, or a sequence of tensors, numbers, None, and sequences of those.
         fakes: The fake value of every `ir.Value` among the flattened arguments, in order.
 
     Returns:
-        One value for each result (None where the fake result is None), and the callable to register.
+        One value for each result (None where the fake result is None, a list where it is a sequence), and the callable to register.
     """
-    flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
     results = list(fake) if isinstance(fake, (tuple, list)) else [fake]
+    if any(isinstance(one, (tuple, list)) for one in results):
+        values, call = write_python_op(op, _flat(target), title, args, kwargs, torch.utils._pytree.tree_leaves(results), fakes)
+        return _nested(iter(values), results), call
+    flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
     places = [position for position, argument in enumerate(flat) if isinstance(argument, ir.Value)]
     values = [flat[position] for position in places]
     given, orders = call_orders(target, values, fakes, results, on_cpu=op.builder.call_type == ATEN)
@@ -289,6 +292,21 @@ def write_python_op(
     context, *made = typed_context((made,) if isinstance(made, ir.Value) else made)
     release_context(op, context)
     return _read(op, as_declared(op, made, results, outputs), orders), call
+
+
+def _flat(target: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """`target` with all results in one list, also those that are in lists among them."""
+
+    def call(*args: Any, **kwargs: Any) -> list[Any]:
+        return torch.utils._pytree.tree_leaves(target(*args, **kwargs))
+
+    call.__wrapped__ = target  # type: ignore[attr-defined]
+    return call
+
+
+def _nested(values: Iterator[Any], results: Sequence[Any]) -> list[Any]:
+    """The values in lists where the results are."""
+    return [_nested(values, one) if isinstance(one, (tuple, list)) else next(values) for one in results]
 
 
 def _read(op: Any, values: Sequence[ir.Value | None], orders: Sequence[Order]) -> list[ir.Value | None]:

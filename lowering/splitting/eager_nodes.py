@@ -12,6 +12,7 @@ from torch._prims_common import suggest_memory_format
 from ort_backend.lowering.functions.autograd_function import FORWARD, leave_backward, run_backward, run_forward
 from ort_backend.lowering.fx_nodes import attribute
 from ort_backend.lowering.kernels import faster_calls, fused_attention, onednn
+from ort_backend.lowering.kernels.flex_attention import FLEX_BACKWARD, backward_of
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, write_rows
 from ort_backend.lowering.kernels.write_back import WRITE_BACK, write_into
 from ort_backend.lowering.later import BEHIND
@@ -59,7 +60,7 @@ def evaluation(node: fx.Node, slots: Mapping[fx.Node, int]) -> Callable[[Values]
     target: Any = node.target
     if target in DETERMINANTS or (target in READS_STRIDES and is_dense(node.args[0].meta["val"])):  # type: ignore[union-attr]
         target = _on(order_for(target, node.args[0].meta["val"]), target)  # type: ignore[union-attr]
-    target = _REPLACED.get(target, target)
+    target = backward_of(node) if target is FLEX_BACKWARD else _REPLACED.get(target, target)
     writer = _Writer(slots)
     positional = [writer.source(arg) for arg in node.args]
     keywords = [f"{name}={writer.source(arg)}" for name, arg in node.kwargs.items()]
