@@ -12,6 +12,7 @@ from onnxruntime.capi import _pybind_state as C
 from ort_backend.runtime.binding import Input, Output, fetcher, lender, ort_device
 from ort_backend.runtime.counts import RunCounts
 from ort_backend.runtime.owner import Owner
+from ort_backend.runtime.python_op import RunState
 from ort_backend.runtime.session import ORT_ERRORS, Session
 
 
@@ -57,7 +58,7 @@ class InferenceGraph:
             feeds, _lent = self._lend(everything)
             run = session.open().run_with_ortvaluevector
             try:
-                with session.running():
+                with session.running(RunState(args, follows=False) if session.has_python_ops else None):
                     run(self._run_options, session.inputs, feeds, self._names, fetches, self._devices)
             except ORT_ERRORS as error:
                 raise session.failure(error) from None

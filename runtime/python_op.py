@@ -71,12 +71,13 @@ def inside() -> bool:
 
 
 class RunState:
-    """What the users' Functions of one forward keep until their backward."""
+    """What the users' Functions of one forward get beside its tensors, and keep until their backward, if one `follows`."""
 
-    __slots__ = ("given", "pending", "undefined")
+    __slots__ = ("follows", "given", "pending", "undefined")
 
-    def __init__(self) -> None:
-        self.given: Sequence[Any] = ()  # the graph's arguments, while the forward runs
+    def __init__(self, given: Sequence[Any] = (), *, follows: bool = True) -> None:
+        self.follows = follows
+        self.given = given  # the graph's arguments, while the forward runs
         self.undefined: frozenset[int] = frozenset()  # tangents that autograd has no gradient for
         self.pending: dict[int, Any] = {}
 

@@ -170,7 +170,7 @@ def run_forward(tensors: Sequence[torch.Tensor], ints: Sequence[int], site: int)
     """What `FORWARD` does, for a caller that is not to go through PyTorch's dispatcher, in which autograd is off."""
     known = SITES[site]
     inputs = [tensor.detach() for tensor in tensors]
-    given = dict(enumerate(tensors)) if known.behaviour.differentiates else None
+    given = dict(enumerate(tensors)) if known.behaviour.goes_by_tensors else None
     outputs, pending = function_run.forward(known, inputs, ints, keep=any(known.needs), given=given)
     key, memory = next(_numbers), np.array(0)
     if pending is not None:

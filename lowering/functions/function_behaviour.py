@@ -75,13 +75,14 @@ def behaviour_of(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any
     """
     key = (site.cls, _key(site.template), site.needs, site.autocast, _signature(tensors), tuple(map(str, ints)), tuple(site.repeated.items()))
     known = _known.setdefault(mode, {})
-    for one in (key, with_tensors := (*key, *map(id, site.originals))):
-        if one in known:
-            return known[one]
-    found = _find_out(site, tensors, ints, mode)
-    found = dataclasses.replace(found, written=tuple(TensorResult.of(tensors[i]) for i in found.mutated))
-    known[with_tensors if found.differentiates else key] = found
-    return found
+    with_tensors = (*key, *map(id, site.originals))
+    found = known.get(key) or known.get(with_tensors)
+    if found is None:
+        found = _find_out(site, tensors, ints, mode)
+        found = dataclasses.replace(found, written=tuple(TensorResult.of(tensors[i]) for i in found.mutated))
+        known[with_tensors if found.goes_by_tensors else key] = found
+    has_attributes = any(object_state.attributes_of(tensor) for tensor in site.callers_own())
+    return dataclasses.replace(found, goes_by_tensors=True) if has_attributes else found
 
 
 def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], mode: FakeTensorMode) -> Behaviour:
@@ -97,6 +98,8 @@ def _find_out(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
             return _told(site, results[0] if len(results) == 1 else results, "infer_shape")
     try:
         return _on_fakes(site, tensors, ints, mode)
+    except UnknownBehaviour:
+        raise
     except _DataDependent as error:
         raise UnknownBehaviour(_advice(site, "it cannot be known while it is compiled", error)) from error
     except Exception as error:  # noqa: BLE001 - the user's code, which does not expect fake tensors, raises what it likes
@@ -143,7 +146,7 @@ class _Ran:
     gradients: tuple[Any, ...] | None
     is_random: bool
     originals: Sequence[Original]
-    differentiates: bool
+    goes_by_tensors: bool
 
 
 def _objects(site: Site) -> list[Any]:
@@ -159,9 +162,18 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
     versions = [tensor._version for tensor in inputs]
     watch, gradients, same = trial.Watch(inputs), None, []
     asked: Mapping[int, Any] = {}
+    own = site.callers_own()
+    for tensor, one in zip(inputs, site.originals):
+        if one is not None and (original := one()) is not None:
+            vars(tensor).update(object_state.attributes_of(original))
+    given, had = ([object_state.attributes_of(tensor) for tensor in some] for some in (inputs, own))
     try:
-        with watch, trial.casts_not_kept(), object_state.put_back(_objects(site)):
+        with watch, trial.casts_not_kept(), object_state.put_back([*_objects(site), *own]):
             ctx, returned = site.forward(inputs, ints)
+            if _have_changed(inputs, given):
+                raise UnknownBehaviour(
+                    f"autograd.Function {site.name} is left to eager PyTorch: its forward sets attributes of tensors that it gets."
+                )
             is_random = watch.is_random
             if backward and any(site.needs):
                 results = returned if isinstance(returned, tuple) else (returned,)
@@ -170,9 +182,14 @@ def _run(site: Site, inputs: list[torch.Tensor], ints: Sequence[Any], *, backwar
                 put_in(ctx, same := originals(ctx, zip(inputs, (one and one() for one in site.originals))))
                 with contextlib.suppress(Exception), trial.gradients_put_back() as asked:  # the forward's results are known all the same
                     gradients = site.backward(ctx, arriving)
+            writes = _have_changed(own, had)
     finally:
         watch.put_back()
-    return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, bool(asked) or gradients is None)
+    return _Ran(inputs, versions, ctx, returned, gradients, is_random, same, writes or bool(asked) or gradients is None)
+
+
+def _have_changed(tensors: Sequence[torch.Tensor], attributes: Sequence[dict[str, Any]]) -> bool:
+    return not all(object_state.same(object_state.attributes_of(tensor), before) for tensor, before in zip(tensors, attributes))
 
 
 def _with_repeated(site: Site, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -198,7 +215,7 @@ def _on_fakes(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
         raise _DataDependent("what its forward returns has a size or a number that depends on the data")
     if ran.gradients is None and any(site.needs):
         return dataclasses.replace(found, gradients=_gradients_on_numbers(site, tensors, ints) or found.gradients)
-    return dataclasses.replace(found, differentiates=ran.differentiates)
+    return dataclasses.replace(found, goes_by_tensors=ran.goes_by_tensors)
 
 
 def _described(site: Site, ran: _Ran) -> Behaviour:
@@ -248,6 +265,8 @@ def _on_zeros(site: Site, tensors: Sequence[torch.Tensor], ints: Sequence[Any], 
             if [result.shape for result in ones.tensors] != [result.shape for result in found.tensors]:
                 raise _DataDependent("what its forward returns has another shape for zeros than for ones")
             found = _either(found, ones)
+    except UnknownBehaviour:
+        raise
     except Exception as error:
         raise UnknownBehaviour(_advice(site, "its forward runs neither on fake tensors nor on zeros", error)) from error
     if any(not isinstance(result, (TensorResult, str, type(None))) for result in found.results):

@@ -74,7 +74,7 @@ class FunctionWriter:
         if self._with_backward is None:
             self._with_backward = {one.args[4] for one in node.graph.find_nodes(op="call_function", target=BACKWARD)}
         call = self._calls[number] = FunctionCall(SITES[number], [value(one) for one in ints])  # type: ignore[index, union-attr]
-        inputs = node.graph.find_nodes(op="placeholder") if call.site.behaviour.differentiates else ()
+        inputs = node.graph.find_nodes(op="placeholder") if call.site.behaviour.goes_by_tensors else ()
         call.inputs = {i: place for i, one in enumerate(tensors) if (place := input_of(one, inputs)) is not None}  # type: ignore[arg-type]
         made = self._op.PythonOp(
             *call.arguments([value(one) for one in tensors], order),  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ class FunctionCall(PythonCall):
     # -- what runs
 
     def forward(self, run: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward, on tensors as ONNX carries them. `run` is the runtime's state of a forward with a backward; None where none follows."""
+        """The forward, on tensors as ONNX carries them. `run` is the runtime's state of a forward, None where it has no arguments of the graph."""
         site = self.site
         count = site.tensor_count
         ints: Sequence[Any] = ()
@@ -172,11 +172,11 @@ class FunctionCall(PythonCall):
             del tensors[count:]
         for i, dtype in self._arriving:
             tensors[i] = from_carrier(tensors[i], dtype)
-        if run is None:
-            outputs, _ = function_run.forward(site, tensors, ints, keep=False)
-        else:
-            given = {i: run.given[place] for i, place in self.inputs.items()} if self.inputs else None
-            outputs, run.pending[site.id] = function_run.forward(site, tensors, ints, keep=True, given=given)
+        given = {i: run.given[place] for i, place in self.inputs.items()} if self.inputs and run is not None else None
+        follows = run is not None and run.follows
+        outputs, pending = function_run.forward(site, tensors, ints, keep=follows, given=given)
+        if follows:
+            run.pending[site.id] = pending
         for i in self._leaving:
             outputs[i] = to_carrier(outputs[i])
         return outputs or [_NOTHING]

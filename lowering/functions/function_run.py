@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ort_backend.lowering.functions.function_site import Behaviour, Context, Site, TensorResult, held_tensors, replace_held
+from ort_backend.lowering.functions.object_state import attributes_of
 from ort_backend.lowering.functions.original_tensors import Original, originals, put_in
 
 
@@ -63,6 +64,8 @@ def forward(
                 copied.add(j)
     for i in site.requiring:
         tensors[i].requires_grad_()
+    for i, tensor in (given or {}).items():
+        vars(tensors[i]).update(attributes_of(tensor))
     ctx, returned = site.forward(tensors, ints)
     results = returned if isinstance(returned, tuple) else (returned,)
     del returned

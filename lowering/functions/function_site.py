@@ -110,7 +110,7 @@ class Behaviour:
         returned: For each tensor result, the index of the tensor it is, if it is one of these.
         last: For each tensor result, the last place at which it is returned: autograd knows a tensor that is returned twice by that one
             (an argument that the Function does not write to is a new tensor at each).
-        differentiates: Whether its backward may ask autograd for gradients, which goes by which tensor it is.
+        goes_by_tensors: Whether its backward may ask which tensors it got: it asks autograd for gradients, or reads or sets attributes of theirs.
         told_by: What of the author's says it (`"register_fake"` or `"infer_shape"`), where it was not found out.
     """
 
@@ -126,7 +126,7 @@ class Behaviour:
     written: tuple[TensorResult, ...] = ()
     returned: tuple[int | None, ...] = ()
     last: tuple[int, ...] = ()
-    differentiates: bool = True
+    goes_by_tensors: bool = True
     told_by: str = ""
 
     @property
@@ -230,6 +230,10 @@ class Site:
     def name(self) -> str:
         """The qualified name of the class."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}"
+
+    def callers_own(self) -> list[torch.Tensor]:
+        """Those of its tensors that the caller gives it, while it is compiled."""
+        return [tensor for one in self.originals if one is not None and (tensor := one()) is not None]
 
     def argument_of(self, index: int) -> int:
         """The place of tensor `index`; for one in a container that is an argument as well, the place as which it is that."""
