@@ -10,7 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import rank, sizes
 from ort_backend.lowering.constants import int64s, scalar_like
-from ort_backend.lowering.ops.reduction import euclidean_norm
+from ort_backend.lowering.ops.reduction import euclidean_norm, sum_of_magnitudes
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ def cdist_forward(op: Any, x1: ir.Value, x2: ir.Value, p: float, compute_mode: i
     if p == 0:
         return op.ReduceSum(op.Cast(op.Not(op.Equal(apart, scalar_like(op, 0.0, apart))), to=apart.dtype), last, keepdims=0)
     if p == 1:
-        return op.ReduceL1(apart, last, keepdims=0)
+        return sum_of_magnitudes(op, apart, [rank(apart) - 1], keepdim=False)
     if p == 2:
         return euclidean_norm(op, apart, [rank(apart) - 1], keepdim=False)
     if math.isinf(p):

@@ -355,7 +355,7 @@ def linalg_vector_norm(
     if ord == 2:
         return euclidean_norm(op, self, at, keepdim)
     if ord == 1:
-        return _reduce(op, "ReduceL1", self, at, keepdim)
+        return sum_of_magnitudes(op, self, at, keepdim)
     if ord == 0:
         nonzero = op.Not(op.Equal(self, scalar_like(op, 0.0, self)))
         return _reduce(op, "ReduceSum", _typed(op.Cast(nonzero, to=self.dtype), self), at, keepdim)
@@ -364,6 +364,13 @@ def linalg_vector_norm(
         return _extreme(op, "ReduceMax" if ord > 0 else "ReduceMin", absolute, at, keepdim)
     powers = _typed(op.Pow(absolute, scalar_like(op, ord, self)), self)
     return op.Pow(_reduce(op, "ReduceSum", powers, at, keepdim), scalar_like(op, 1 / ord, self))
+
+
+def sum_of_magnitudes(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    """The 1-norm along axes. ReduceL1 of float64 has no kernel, and what ONNX Runtime writes for it ends the process where nothing is (1.19.2)."""
+    if value.dtype == ir.DataType.DOUBLE:
+        return _reduce(op, "ReduceSum", _typed(op.Abs(value), value), at, keepdim)
+    return _reduce(op, "ReduceL1", value, at, keepdim)
 
 
 def euclidean_norm(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:

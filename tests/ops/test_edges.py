@@ -83,6 +83,13 @@ def test_a_gradient_that_adds_an_empty_constant() -> None:
     assert check(torch.nn.functional.softshrink, torch.randn(0, 5)).python_ops == 0
 
 
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [(0,), (0, 5)])
+def test_norms_of_nothing(size: tuple[int, ...], order: int) -> None:
+    check(lambda x: torch.linalg.vector_norm(x, order), torch.randn(size, dtype=torch.float64))
+    check(lambda x: torch.cdist(x, x, p=order), torch.randn(2, 0, dtype=torch.float64))
+
+
 def test_groups_of_nothing() -> None:
     weight, bias = torch.randn(6), torch.randn(6)
     graph = check(lambda x, w, b: torch.nn.functional.group_norm(x, 2, w, b), torch.randn(0, 6, 3), weight, bias)
