@@ -368,9 +368,8 @@ def linalg_vector_norm(
 
 def sum_of_magnitudes(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
     """The 1-norm along axes. ReduceL1 of float64 has no kernel, and what ONNX Runtime writes for it ends the process where nothing is (1.19.2)."""
-    if value.dtype == ir.DataType.DOUBLE:
-        return _reduce(op, "ReduceSum", _typed(op.Abs(value), value), at, keepdim)
-    return _reduce(op, "ReduceL1", value, at, keepdim)
+    kind, magnitudes = ("ReduceSum", _typed(op.Abs(value), value)) if value.dtype == ir.DataType.DOUBLE else ("ReduceL1", value)
+    return _reduce(op, kind, magnitudes, at, keepdim)
 
 
 def euclidean_norm(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
