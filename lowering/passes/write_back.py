@@ -13,7 +13,7 @@ from ort_backend.lowering.fx_nodes import arguments_of
 from ort_backend.lowering.kernels.write_back import BY_INDEX, BY_INDEX_HERE, WRITE_BACK, WRITE_HERE
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.part_writes import LARGE, Write, is_for, write_of
-from ort_backend.lowering.splitting.partition import root
+from ort_backend.lowering.splitting.partition import root, view_chain
 from ort_backend.lowering.symbolic import hint
 from ort_backend.target import OrtTarget
 
@@ -97,10 +97,16 @@ def _steps(value: Any, argument: fx.Node, written: Set[fx.Node]) -> list[Write |
 
 
 def _read_instead_of_copies(argument: fx.Node) -> bool:
-    """Whether there are copies of an argument: where autograd follows a write, AOTAutograd copies it first. Nothing reads these afterwards."""
+    """Whether there are copies of an argument: where autograd follows a write, AOTAutograd copies it first. Nothing but results reads these then.
+
+    Views of a copy that leave the graph keep it: what they show is not to change with the argument.
+    """
     copies = [user for user in argument.users if user.target is aten.clone.default]
+    output = argument.graph.output_node()
+    chains = [view_chain(result, through_copies=False) for result in output.all_input_nodes]
+    leaving = {output, *(node for chain in chains if chain[-1] in copies for node in chain)}
     for copy in copies:
-        copy.replace_all_uses_with(argument, delete_user_cb=lambda user: user.op != "output")
+        copy.replace_all_uses_with(argument, delete_user_cb=lambda user: user not in leaving)
         if not copy.users:
             argument.graph.erase_node(copy)
     return bool(copies)
