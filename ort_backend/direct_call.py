@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_backend import compiled_autograd
+from ort_backend.runtime.lazy_zeros import Kind, kind_of, zeros
 from ort_backend.runtime.region_graph import RegionTraining
 from ort_backend.runtime.training_graph import TrainingGraph
 
@@ -192,7 +193,7 @@ def direct(
                 ctx.mark_non_differentiable(*(results[i] for i in constant))
             ctx._materialize_non_diff_grads = False
             ctx.set_materialize_grads(False)
-            ctx.shapes = [(i, results[place].shape, results[place].dtype, results[place].device) for i, place in filled]
+            ctx.kinds = [(i, kind_of(results[place])) for i, place in filled]
             return tuple(results)
 
         @staticmethod
@@ -204,7 +205,7 @@ def direct(
             else:
                 tangents = [grads[i] for i in tangents_of]
             del grads
-            undefined = _fill(tangents, ctx.shapes)
+            undefined = _fill(tangents, ctx.kinds)
             _check_backward(plan, tangents)
             saved = list(ctx.saved_tensors)  # raises PyTorch's errors: for what was modified in place, and where it was freed
             if torch.is_grad_enabled():
@@ -272,13 +273,13 @@ def _no_view(one: Any) -> Any:
     return one.detach() if isinstance(one, torch.Tensor) and one._is_view() else one
 
 
-def _fill(tangents: list[Any], shapes: Sequence[tuple[int, torch.Size, torch.dtype, torch.device]]) -> frozenset[int]:
-    """Which tangents autograd has no gradient for. In place, those with a shape become zeros."""
+def _fill(tangents: list[Any], kinds: Sequence[tuple[int, Kind]]) -> frozenset[int]:
+    """Which tangents autograd has no gradient for. In place, those of a kind that is given become zeros."""
     undefined = frozenset(i for i, one in enumerate(tangents) if one is None)
     if undefined:
-        for i, shape, dtype, device in shapes:
+        for i, kind in kinds:
             if i in undefined:
-                tangents[i] = torch.zeros(shape, dtype=dtype, device=device)
+                tangents[i] = zeros(kind)
     return undefined
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from ort_backend.runtime.lazy_zeros import Kind, kind_of, zeros
 
 
 def next_number() -> int:
@@ -41,19 +43,48 @@ class Undefined(threading.local):
     """
 
     tangents: frozenset[int] = frozenset()
+    kinds: Sequence[Kind] = ()
+    _seen: Sequence[Kind] = ()  # of the forward that ran last
 
-    def watch(self, node: Any, places: Sequence[int]) -> None:
-        """Has `node` tell, in front of each backward; `places`: for each tangent, the result that it belongs to."""
+    def see(self, results: Sequence[Any], places: Sequence[int]) -> None:
+        """Shows the results of a forward that `watch` will be called for; `places`: for each tangent, the result that it belongs to."""
+        tensors = [results[place] for place in places]
+        self._seen = [kind_of(one) for one in tensors] if all(type(one) is torch.Tensor for one in tensors) else ()
+
+    def watch(self, node: Any, places: Sequence[int], known: Sequence[Any]) -> None:
+        """Has `node` tell, in front of each backward, and has autograd leave out the zeros that it makes for missing gradients.
+
+        Args:
+            node: The node.
+            places: For each tangent, the result that it belongs to.
+            known: What the program gave to the forward and got of it. Where a subclass of tensors is among it, zeros are made as ever.
+        """
+        kinds = self._seen if all(map(_is_plain, known)) else ()
+        if kinds:
+            node.set_materialize_grads(False)  # AOTAutograd hands on None (seen in torch 2.11, 2.13 and 2.14)
 
         def note(gradients: Sequence[Any]) -> None:
-            self.tangents = frozenset(i for i, place in enumerate(places) if gradients[place] is None)
+            self.tangents, self.kinds = frozenset(i for i, place in enumerate(places) if gradients[place] is None), kinds
 
         node.register_prehook(note)
 
-    def take(self) -> frozenset[int]:
-        """What was told, once."""
-        found, self.tangents = self.tangents, frozenset()
+    def take(self, tangents: list[Any], loose: Mapping[int, torch.Tensor]) -> frozenset[int]:
+        """What was told, once.
+
+        Args:
+            tangents: Those of the backward that runs. In place, None becomes zeros.
+            loose: What stands for some of them.
+        """
+        found, kinds = self.tangents, self.kinds
+        self.tangents, self.kinds = frozenset(), ()
+        if kinds:
+            for i in found:
+                tangents[i] = loose[i] if i in loose else zeros(kinds[i])
         return found
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def without_gradient(depends_on: Sequence[frozenset[int]], undefined: frozenset[int]) -> set[int]:

@@ -288,11 +288,17 @@ class RegionTraining:
 
     def forward(self, args: Values) -> Values:
         """Takes the primals (the list is emptied); returns outputs and saved values."""
-        return self._forward(args)
+        results = self._forward(args)
+        if self.watches:
+            self._undefined.see(results, self._places or ())
+        return results
 
     def backward(self, args: Values) -> Values:
         """Takes saved values and tangents (the list is emptied); returns the gradients."""
-        undefined = self._undefined.take()
+        count = len(args) - len(self._places or ())
+        tangents = args[count:]
+        undefined = self._undefined.take(tangents, self._zeros)
+        args[count:] = tangents
         if is_batch(args):
             return row_by_row(lambda row, _: self._backward(row, undefined), args)
         return self._backward(args, undefined)
@@ -304,4 +310,4 @@ class RegionTraining:
         """
         node = node_of(results, since)
         if node is not None:
-            self._undefined.watch(node, self._places or ())
+            self._undefined.watch(node, self._places or (), results)

@@ -226,6 +226,7 @@ class TrainingGraph:
         args.clear()
         if hooked or self.may_be_undefined:
             self._latest.run = run
+            self._undefined.see(results, self._plan.tangent_outputs or ())
         return [*results, *saved, self._token(run)]
 
     def backward(self, args: list[Any]) -> list[Any]:
@@ -243,7 +244,7 @@ class TrainingGraph:
             run = None if holder is None else self._runs.get(holder.key)
         if run is None:
             raise OrtBackendError("the state of this forward is gone: its backward ran in a way that autograd does not know of")
-        run.undefined = self._undefined.take()
+        run.undefined = self._undefined.take(tangents, self._zeros)
         return self.resume(run, tangents, saved)
 
     def watch(self, results: Sequence[Any], since: int) -> None:
@@ -260,7 +261,7 @@ class TrainingGraph:
         if run.arguments is not None:
             self._keep(run, node)
         if node is not None and self.may_be_undefined:
-            self._undefined.watch(node, self._plan.tangent_outputs or ())
+            self._undefined.watch(node, self._plan.tangent_outputs or (), results)
 
     def _keep(self, run: PendingRun, node: Any) -> None:
         """Ends the run with its token, where hooks have left that as it was, or else with autograd's node."""

@@ -183,6 +183,29 @@ def test_no_zeros_are_made_for_them() -> None:
     assert not [shape for shape in shapes if torch.Size(shape).numel() > ROWS], shapes
 
 
+def test_no_zeros_are_made_for_what_was_written_to() -> None:
+    """AOTAutograd puts the write back: this goes its way, in which autograd would make a gradient of zeros for the whole argument."""
+
+    def write(cache: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cache[1:3] = x.tanh()
+        return cache[:4].exp().sum(), cache.sum(1)
+
+    runner = compiled(write, dynamic=False)
+    for chosen in (0, 1):
+        gradients = []
+        for function in (write, runner):
+            x = torch.randn(2, 4096, generator=seeded(0)).requires_grad_()
+            result = function(torch.zeros(128, 4096), x)[chosen].sum()
+            with torch.profiler.profile(record_shapes=True) as profile:
+                result.backward()
+            gradients.append(x.grad)
+        torch.testing.assert_close(gradients[1], gradients[0])
+        shapes = [
+            torch.Size(shape) for event in profile.events() if event.name in ("aten::fill_", "aten::zero_") for shape in event.input_shapes if shape
+        ]
+        assert not [shape for shape in shapes if shape.numel() >= 128 * 4096], shapes
+
+
 def _joint_graph(model: nn.Module, *args: Any, **settings: Any) -> fx.Graph:
     seen: list[fx.GraphModule] = []
     compiled(model, options={"fx_passes": [lambda module: seen.append(copy.deepcopy(module))]}, **settings)(*args)
