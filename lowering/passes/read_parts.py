@@ -80,7 +80,7 @@ def _take_whole(graph: fx.Graph) -> int:
         if node.target is aten.slice_scatter.default and (places := _places(node, node)) is not None:
             given = arguments_of(node)
             source = given["src"]
-            if places[1:4] == (0, node.meta["val"].shape[places.dim], 1) and _is_like(source, node):
+            if places.is_known and places[1:4] == (0, node.meta["val"].shape[places.dim], 1) and _is_like(source, node):
                 node.replace_all_uses_with(source, delete_user_cb=lambda user: user.op != "output")
                 count += 1
     return count
@@ -199,7 +199,8 @@ def _places(node: fx.Node, whole: Any) -> _Places | None:
     sizes = whole.meta["val"].shape
     dim: int = given["dim"] % len(sizes)
     size, is_single = sizes[dim], node.target in _SINGLE
-    start: Any = given["index"] if is_single else given["start"] or 0
+    start: Any = given["index"] if is_single else given["start"]
+    start = 0 if start is None else start
     end = None if is_single else given["end"]
     step = 1 if is_single else given["step"]
     numbers: tuple[Any, ...] = (start, size if end is None else end, step)

@@ -107,6 +107,27 @@ def _checked(program: Callable[[Tensor], Any]) -> torch.fx.Graph:
     return found[0]
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_places_that_follow_from_values() -> None:
+    def write(x: Tensor, at: Tensor) -> Tensor:
+        start = at.item()
+        torch._check(start >= 0)
+        torch._check(start <= ROWS - 2)
+        y = x * 2
+        y.narrow(0, start, 2).copy_(x[:2].sin())
+        return y.narrow(0, start, 2).exp() + y[:2]
+
+    runner = torch.compile(write, backend="ort_training", fullgraph=True)
+    for at in (0, 1, 4):
+        found, expected = [], []
+        for function, kept in ((runner, found), (write, expected)):
+            x = X.clone().requires_grad_()
+            result = function(x, torch.tensor(at))
+            result.sin().sum().backward()
+            kept += [result.detach(), x.grad]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def _count(graph: torch.fx.Graph, *targets: Any) -> int:
     return sum(node.target in targets for node in graph.nodes)
 
