@@ -136,12 +136,13 @@ def _part(graph: fx.Graph, node: fx.Node, places: _Places, source: fx.Node, writ
     """What was written to these places, and the read that was added if it was written to more of them."""
     there = written.places(source)
     inner = arguments_of(source)["src" if source.target in _WRITTEN else "grad_output"]
+    if inner.meta["val"].dtype != node.meta["val"].dtype:
+        return None
     if there is None or _are_same(places, there):
-        part = written.uncopied(inner)
-    else:
-        first = places.start - there.start
-        part = _read(graph, node, inner, places.dim, *((first,) if places.is_single else (first, places.end - there.start, places.step)))
-    return (part, [part] if part.target in _READS else []) if _is_like(part, node) else None
+        return written.uncopied(inner), []
+    first = places.start - there.start
+    part = _read(graph, node, inner, places.dim, *((first,) if places.is_single else (first, places.end - there.start, places.step)))
+    return part, [part]
 
 
 class _Written:

@@ -107,6 +107,22 @@ def _checked(program: Callable[[Tensor], Any]) -> torch.fx.Graph:
     return found[0]
 
 
+def test_a_part_that_is_a_result_stays_where_it_is_written_elsewhere_too() -> None:
+    """It is looked at through the other write; what was written to it is a result of its own."""
+
+    def write(x: Tensor) -> tuple[Tensor, ...]:
+        sine = x[:2].sin()
+        y, z = x * 2, torch.zeros(ROWS, COLUMNS)
+        y[1:3] = sine
+        part = y[1:3]
+        z[2:4] = part
+        return sine, part, z[2:4].exp()
+
+    found = torch.compile(write, backend="ort_training", fullgraph=True)(X)
+    torch.testing.assert_close(found, write(X))
+    assert found[0].data_ptr() != found[1].data_ptr()
+
+
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_places_that_follow_from_values() -> None:
     def write(x: Tensor, at: Tensor) -> Tensor:
