@@ -8,19 +8,29 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ort_backend.lowering.registry import Unsupported
+
 Scalar = bool | int | float
 _NAMED_UP_TO = 16  # elements; longer constants are not worth comparing
 
 
-def constant(op: Any, values: Scalar | Sequence[Any] | np.ndarray, dtype: ir.DataType) -> ir.Value:
-    """A constant tensor (0-d for a number) of the graph that `op` writes to; equal small constants are shared.
+def as_array(values: Scalar | Sequence[Any] | np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """`values` in a real `dtype`. Integers that wrap around in an unsigned or narrow one (-1 as uint8) do so here as they do in PyTorch.
 
-    Integers that wrap around in an unsigned or narrow `dtype` (-1 as uint8) do so here as they do in PyTorch.
+    Raises:
+        Unsupported: A complex number: PyTorch's kernel says what is wrong with it.
     """
     array = np.asarray(values)
+    if np.iscomplexobj(array):
+        raise Unsupported("a complex number in a real tensor")
     if dtype == ir.DataType.BFLOAT16:
         array = array.astype(np.float32)
-    array = array.astype(dtype.numpy())
+    return array.astype(dtype.numpy())
+
+
+def constant(op: Any, values: Scalar | Sequence[Any] | np.ndarray, dtype: ir.DataType) -> ir.Value:
+    """A constant tensor (0-d for a number) of the graph that `op` writes to, of `as_array(values, dtype)`; equal small constants are shared."""
+    array = as_array(values, dtype)
     initializers = op.builder.root.graph.initializers
     if array.size <= _NAMED_UP_TO:
         name = f"{dtype.short_name()}{list(array.shape)}{array.tolist()}".replace(" ", "")

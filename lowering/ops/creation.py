@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import same_shape, sizes
-from ort_backend.lowering.constants import constant, int64s
+from ort_backend.lowering.constants import as_array, constant, int64s
 from ort_backend.lowering.dtypes import to_ir
 from ort_backend.lowering.registry import register
 from ort_backend.lowering.symbolic import as_vector
@@ -45,8 +44,7 @@ def filled(op: Any, shape: ir.Value | Sequence[Size], value: Number, dtype: ir.D
         shape = as_vector(op, shape)
     if isinstance(value, ir.Value):
         return op.Expand(value if value.dtype == dtype else op.Cast(value, to=dtype), shape)
-    array = np.asarray(value).astype(dtype.numpy()).reshape(1)
-    return op.ConstantOfShape(shape, value=ir.tensor(array, dtype=dtype))
+    return op.ConstantOfShape(shape, value=ir.tensor(as_array(value, dtype).reshape(1), dtype=dtype))
 
 
 def _filled_like(op: Any, like: ir.Value, value: Number, dtype: torch.dtype | None) -> ir.Value:

@@ -339,6 +339,23 @@ def test_factors_of_two_dtypes_are_an_error_as_in_eager(product: Callable[..., A
 @pytest.mark.parametrize(
     "function",
     [
+        lambda x: torch._foreach_addcdiv([x], [x], [x], value=3 + 5j)[0],
+        lambda x: x.addcmul(x, x, value=1j),
+        lambda x: x.clone().fill_(3 + 5j),
+        lambda x: torch.full_like(x, 2j),
+    ],
+    ids=["foreach", "addcmul", "fill_", "full_like"],
+)
+def test_a_complex_number_in_a_real_tensor_is_an_error_as_in_eager(function: Callable[..., Any]) -> None:
+    """The imaginary part was left out without a word."""
+    for call in (function, torch.compile(function, backend="ort_training", fullgraph=True)):
+        with pytest.raises(RuntimeError, match="cannot be converted to type float"):
+            call(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
         lambda x: (x * 1).t().contiguous(),
         lambda x: (x.t().contiguous() * 1).t().contiguous(),
         lambda x: (x / 1 + 0).view(-1),
