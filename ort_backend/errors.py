@@ -31,5 +31,9 @@ class OutOfRangeError(SessionError, IndexError):
     """An index, a label or a token is out of range."""
 
 
+class OutOfMemoryError(SessionError):
+    """There is not enough memory for what a graph computes; the message has PyTorch's words for it, and the next call is as good as any."""
+
+
 class VerificationError(OrtBackendError, AssertionError):
     """`verify` found an output or gradient that differs from eager PyTorch."""

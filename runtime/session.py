@@ -17,8 +17,8 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.errors import OptionError, OutOfRangeError, SessionError
-from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_range, profiling, square_root
+from ort_backend.errors import OptionError, OutOfMemoryError, OutOfRangeError, SessionError
+from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_memory, out_of_range, profiling, square_root
 from ort_backend.runtime.aten_op import AtenRegistration
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
@@ -343,6 +343,9 @@ class Session:
         index = out_of_range.described(str(error))
         if index is not None:
             return OutOfRangeError(f"{index}, in graph {self.name!r}{where}")
+        wanted = out_of_memory.described(str(error), on_cuda=self.on_cuda)
+        if wanted is not None:
+            return OutOfMemoryError(f"{wanted}, in graph {self.name!r}{where}")
         return SessionError(f"ONNX Runtime failed in graph {self.name!r}: {error}{where}")
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

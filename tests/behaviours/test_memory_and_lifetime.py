@@ -18,6 +18,7 @@ from default_device import seeded
 from heap import growth
 from torch import nn
 
+import ort_backend
 from ort_backend.runtime.pending_run import PendingRun
 
 X = torch.randn(256, 64, generator=seeded(0))
@@ -274,3 +275,23 @@ def test_a_pending_forward_holds_what_is_kept_and_no_more() -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", _PENDING], cwd=root, env=environment, capture_output=True, text=True, check=True)
     assert float(run.stdout.splitlines()[-1]) < 1.05
+
+
+@pytest.mark.cpu_only(reason="memory of the host")
+def test_too_little_memory_is_said_as_pytorch_says_it() -> None:
+    """Callers look for its words, and try again with less (`accelerate.find_executable_batch_size`); more than is addressable is never there."""
+
+    def pairs(x: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] * x).sum() * x.sum()
+
+    runner = compiled(pairs, dynamic=True)
+    runner(torch.randn(3, requires_grad=True)).backward()
+    with pytest.raises(RuntimeError, match="can't allocate memory: .*tried to allocate 256000000000000 bytes"):
+        pairs(torch.zeros(8_000_000))
+    too_many = torch.zeros(8_000_000, requires_grad=True)
+    with pytest.raises(ort_backend.OutOfMemoryError, match=r"^DefaultCPUAllocator: can't allocate memory: .* 256000000000000 bytes") as raised:
+        runner(too_many)
+    assert Path(__file__).name in str(raised.value)
+    few = torch.ones(3, requires_grad=True)
+    runner(few).backward()
+    torch.testing.assert_close(few.grad, torch.full((3,), 27.0))
