@@ -99,8 +99,11 @@ class Results:
         self.values: list[Any] = []
         self._fetched: set[Any] = set()  # the same
 
-    def add(self, node: Any, *, as_view: bool = True) -> Output:
-        """How a result, or what PyTorch makes one of, is had. `as_view`: it may be taken as a view of another result."""
+    def add(self, node: Any, *, as_view: bool = True, like: fx.Node | None = None) -> Output:
+        """How a result, or what PyTorch makes one of, is had.
+
+        `as_view`: it may be taken as a view of another result. `like`: in whose order of memory it is to lie, if not in that of the trace.
+        """
         if not isinstance(node, fx.Node):
             return Output("constant", value=node)
         if node in self._arguments:
@@ -124,7 +127,7 @@ class Results:
             return Output("constant", value=value)
         fake = node.meta["val"]
         is_tensor = isinstance(fake, torch.Tensor)
-        permutation = storage_order(fake) if is_tensor else None
+        permutation = storage_order(fake if like is None else like.meta["val"]) if is_tensor else None
         # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each, and the backward keeps its own.
         base = root(node, through_copies=False)
         key = (value, permutation, base)
@@ -253,7 +256,7 @@ def _constant_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def add_outputs(
-    lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node], *, views: bool = False
+    lowering: GraphLowering, results: Sequence[Any], arguments: Sequence[fx.Node], *, views: bool = False, like: Sequence[fx.Node] = ()
 ) -> tuple[tuple[Output, ...], list[fx.Node]]:
     """Graph outputs for results: how each is made of what is fetched, and the node of each output of the ONNX graph.
 
@@ -262,12 +265,22 @@ def add_outputs(
         results: Nodes and constants.
         arguments: The nodes of the callable's arguments.
         views: Whether views among the results are taken by PyTorch, so that they share memory as in eager.
+        like: Of gradients the tensors that they are of: autograd copies one that lies in another order of memory.
     """
     collected = Results(lowering, arguments, results, views=views)
-    outputs = tuple(collected.add(node) for node in results)
+    if len(like) == len(results):
+        outputs = tuple(collected.add(node, like=one if _has_shape_of(node, one) else None) for node, one in zip(results, like))
+    else:
+        outputs = tuple(map(collected.add, results))
     for value in lowering.after_yield(collected.values, [node.meta["val"] for node in collected.nodes]):
         lowering.add_output(value)
     return outputs, collected.nodes
+
+
+def _has_shape_of(node: Any, other: fx.Node) -> bool:
+    """Whether both are tensors with the same number of dimensions."""
+    fakes = [one.meta.get("val") if isinstance(one, fx.Node) else None for one in (node, other)]
+    return all(isinstance(one, torch.Tensor) for one in fakes) and fakes[0].dim() == fakes[1].dim()  # type: ignore[union-attr]
 
 
 def tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node]) -> tuple[int, ...] | None:

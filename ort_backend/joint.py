@@ -237,7 +237,7 @@ def _entering(partition: JointPartition) -> list[fx.Node]:
 
 def _add_gradients(lowering: GraphLowering, partition: JointPartition) -> tuple[tuple[Output, ...], list[fx.Node]]:
     returned = [partition.primals[partition.saved_primals[i]] for i in _may_be_returned(partition)]
-    gradients, nodes = add_outputs(lowering, partition.gradients, [*partition.tangents, *returned])
+    gradients, nodes = add_outputs(lowering, partition.gradients, [*partition.tangents, *returned], like=partition.primals)
     if not nodes:  # a session needs an output
         if entering := _entering(partition):
             nodes = entering[:1]

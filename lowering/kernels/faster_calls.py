@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering.kernels import channels_last, depthwise, part_writes, pointwise_convolutions, write_back
+from ort_backend.lowering.kernels import channels_last, channels_last_pooling, depthwise, part_writes, pointwise_convolutions, write_back
 
 aten = torch.ops.aten
 
@@ -38,6 +38,7 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: depthwise.convolution,
     aten.convolution_backward.default: pointwise_convolutions.convolution_backward,
     **channels_last.IMPLEMENTATIONS,
+    **channels_last_pooling.IMPLEMENTATIONS,
     **part_writes.IMPLEMENTATIONS,
     **write_back.IMPLEMENTATIONS,
 }

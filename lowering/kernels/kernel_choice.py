@@ -19,6 +19,7 @@ from ort_backend.lowering.fx_nodes import arguments_of, convolution_of
 from ort_backend.lowering.kernels import (
     bag_choice,
     channels_last,
+    channels_last_pooling,
     cudnn,
     dense_convolutions,
     depthwise,
@@ -166,6 +167,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "PyTorch writes to parts of a tensor where they lie"
     if node.target in channels_last.IMPLEMENTATIONS:
         return "oneDNN's kernels take pictures with the channels last as they lie"
+    if node.target in channels_last_pooling.IMPLEMENTATIONS:
+        return "PyTorch's kernels take pictures with the channels last as they lie"
     if node.target is BFLOAT16_MM:
         return "oneDNN's product in bfloat16 is faster than one in float32"
     if not target.whole_graphs or target.kernels == "onnxruntime":

@@ -17,7 +17,7 @@ from torch import fx
 
 from ort_backend.lowering.kernels.channels_last import to_first, to_last
 from ort_backend.lowering.memory_order import order_of
-from ort_backend.lowering.passes.picture_forms import CONVOLUTIONS, Form, form_of
+from ort_backend.lowering.passes.picture_forms import REASONS, Form, form_of
 from ort_backend.lowering.passes.picture_writer import Writer, dims_of, permutation
 from ort_backend.lowering.registry import has_lowerings_of_users
 from ort_backend.lowering.symbolic import hint
@@ -31,8 +31,8 @@ def put_channels_last(graph: fx.Graph, target: OrtTarget) -> int:
         graph: Of ATen operators, with fake tensors in their metadata. Symbolic sizes count as their example.
         target: The ONNX Runtime that the graph is for. On a GPU nothing is done, nor where a user has a lowering for convolutions.
     """
-    convolutions = [one for one in CONVOLUTIONS if graph.find_nodes(op="call_function", target=one)]
-    if target.device_type != "cpu" or not target.whole_graphs or not convolutions or has_lowerings_of_users(*convolutions):
+    reasons = [one for one in REASONS if graph.find_nodes(op="call_function", target=one)]
+    if target.device_type != "cpu" or not target.whole_graphs or not reasons or has_lowerings_of_users(*reasons):
         return 0
     forms: dict[fx.Node, Form] = {}
     for node in graph.nodes:
@@ -60,8 +60,8 @@ def _parts(forms: dict[fx.Node, Form]) -> Iterable[set[fx.Node]]:
 
 
 def _moves_less(part: set[fx.Node], forms: dict[fx.Node, Form]) -> bool:
-    """Whether a part with a convolution permutes fewer elements at its border with the channels last than as it is."""
-    if not any(forms[node].is_convolution for node in part):
+    """Whether a part with a convolution, or what pools or resizes, permutes fewer elements at its border with the channels last than as it is."""
+    if not any(forms[node].is_reason for node in part):
         return False
     as_it_is = sum(forms[node].gain for node in part)
     changed = 0

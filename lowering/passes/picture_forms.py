@@ -13,6 +13,7 @@ from torch import fx
 
 from ort_backend.lowering.fx_nodes import VIEWS, Convolution, arguments_of, convolution_of, nodes_in
 from ort_backend.lowering.kernels.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
+from ort_backend.lowering.kernels.channels_last_pooling import WITH_CHANNELS_LAST
 from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch, pytorch_may_run
 from ort_backend.lowering.passes import patches
 from ort_backend.lowering.passes.picture_writer import Write, Writer, dims_of, permutation
@@ -22,6 +23,8 @@ from ort_backend.target import OrtTarget
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+# Operators for whose sake pictures may lie so.
+REASONS = (*CONVOLUTIONS, *WITH_CHANNELS_LAST)
 # Elementwise operators without the tag of these (torch 2.13).
 _UNTAGGED = {
     aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default, aten.hardswish.default, aten.hardswish_backward.default,
@@ -29,10 +32,13 @@ _UNTAGGED = {
     aten.leaky_relu_backward.default, aten.log_sigmoid_backward.default, aten.mish_backward.default,
 }  # fmt: skip
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
+_OF_SIZE_1 = {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 _REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim}
 
 # What a depthwise convolution gains, in elements copied for each of its result.
 _SIDE_BY_SIDE = 1
+# From so many channels, and elements, on PyTorch's kernels, which take channels at once, pool and resize pictures: fewer are not worth a call.
+_AT_ONCE, _WORTH_A_CALL = 8, 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +50,14 @@ class Form:
         pictures: Arguments that are wanted in that order. The others are the same, or small.
         is_picture: Whether the value is in that order; else it is the same as before.
         gain: Elements whose copy takes as long as what this form saves.
-        is_convolution: Whether the node is a reason for the order.
+        is_reason: Whether pictures may lie so for the sake of this node.
     """
 
     write: Write
     pictures: tuple[fx.Node, ...] = ()
     is_picture: bool = True
     gain: int = 0
-    is_convolution: bool = False
+    is_reason: bool = False
 
 
 def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> Form | None:
@@ -60,9 +66,12 @@ def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> For
         return None
     if node.target is operator.getitem:
         of: Any = node.args[0]
-        return Form(_item, (of,)) if of in forms and (of.target in _SPLITS or node.args[1] == 0) else None
+        gives_pictures = of in forms and (of.target in _SPLITS or of.target in WITH_CHANNELS_LAST or node.args[1] == 0)
+        return Form(_item, (of,)) if gives_pictures else None
     if node.target in CONVOLUTIONS:
         return _of_convolution(node, forms, target)
+    if node.target in WITH_CHANNELS_LAST:
+        return _of_pooling(node, target)
     value, source = node.meta.get("val"), next(iter(node.all_input_nodes), None)
     if source is not None and node.target in _SPLITS and dims_of(source) > 2:
         return Form(_split, (source,))
@@ -72,6 +81,8 @@ def form_of(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget) -> For
         return _of_reduction(node, source)
     if value.dim() < 3:
         return None
+    if node.target in _OF_SIZE_1:
+        return Form(_of_size_1, (source,)) if dims_of(source) > 2 and min(_dims_of_size_1(node)) > 1 else None
     if node.target in VIEWS:
         keeps = dims_of(source) > 2 and have_same_sizes(source.meta["val"].shape[:2], value.shape[:2])
         return Form(_view, (source,)) if keeps else None
@@ -121,11 +132,27 @@ def _of_convolution(node: fx.Node, forms: dict[fx.Node, Form], target: OrtTarget
         write = patches.write_backward if backward else patches.write
         as_it_lies = math.prod(one.weight.shape[2:]) > 1 and not _is_picture(image, forms) and not (backward and given["output_mask"][0])
         pictures = gradient if as_it_lies else (*gradient, image)
-        return Form(functools.partial(write, image_last=not as_it_lies), pictures, is_convolution=True)
+        return Form(functools.partial(write, image_last=not as_it_lies), pictures, is_reason=True)
     if not pytorch_may_run(target) or faster_in_pytorch(node, target) is None:
         return None
     gain = _SIDE_BY_SIDE * math.prod(map(hint, one.result.shape)) * (one.groups != 1)
-    return Form(_convolution_backward if backward else _convolution, (*gradient, image), gain=gain, is_convolution=True)
+    return Form(_convolution_backward if backward else _convolution, (*gradient, image), gain=gain, is_reason=True)
+
+
+def _of_pooling(node: fx.Node, target: OrtTarget) -> Form | None:
+    """Of what pools or resizes pictures."""
+    pictures = tuple(one for one in node.all_input_nodes if isinstance(one.meta["val"], torch.Tensor))
+    images = [one.meta["val"] for one in pictures]
+    if not pytorch_may_run(target) or images[0].dtype not in (torch.float32, torch.float64):
+        return None
+    is_worth_it = max(math.prod(map(hint, one.shape)) for one in (*images, *_results(node))) >= _WORTH_A_CALL
+    takes = all(one.dim() == 4 and hint(one.shape[1]) >= _AT_ONCE for one in images)
+    return Form(_pooling, pictures, is_reason=True) if takes and is_worth_it else None
+
+
+def _results(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    value = node.meta["val"]
+    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
 def _is_picture(node: fx.Node, forms: dict[fx.Node, Form]) -> bool:
@@ -152,6 +179,19 @@ def _item(writer: Writer, node: fx.Node) -> fx.Node:
 def _view(writer: Writer, node: fx.Node) -> fx.Node:
     source, sizes = node.args[:2]
     return writer.view(writer.picture(source, node), _with_channels_last(sizes), node)  # type: ignore[arg-type]
+
+
+def _dims_of_size_1(node: fx.Node) -> list[int]:
+    """The dimensions that come, of the result, or go, of the source."""
+    source, given = (*arguments_of(node).values(),)
+    dims = dims_of(node if node.target is aten.unsqueeze.default else source)
+    return [d % dims for d in (given if isinstance(given, (list, tuple)) else [given])]
+
+
+def _of_size_1(writer: Writer, node: fx.Node) -> fx.Node:
+    operator_: Any = node.target
+    dims = [d - 1 for d in _dims_of_size_1(node)]  # the channels were in front of them
+    return writer.again(node, operator_, writer.picture(node.args[0], node), dims if operator_ is aten.squeeze.dims else dims[0])  # type: ignore[arg-type]
 
 
 def _expand(writer: Writer, node: fx.Node) -> fx.Node:
@@ -224,3 +264,13 @@ def _convolution_backward(writer: Writer, node: fx.Node) -> tuple[fx.Node | None
     shapes = [one.meta["val"].shape for one in (pictures[1], given["weight"])]
     call = writer.call(node, CONVOLUTION_BACKWARD, *pictures, *settings, shape=[])
     return writer.items(node, call, [shape if wanted else None for shape, wanted in zip((*shapes, shapes[1][:1]), given["output_mask"])])
+
+
+def _pooling(writer: Writer, node: fx.Node) -> Any:
+    operator_: Any = node.target
+    given = fx.map_arg((*arguments_of(node).values(),), lambda one: writer.picture(one, node) if isinstance(one.meta["val"], torch.Tensor) else one)
+    results = _results(node)
+    if len(results) == 1:
+        return writer.again(node, WITH_CHANNELS_LAST[operator_], *given)
+    call = writer.call(node, WITH_CHANNELS_LAST[operator_], *given, shape=[])
+    return writer.items(node, call, [[one.shape[d] for d in to_last(one.dim())] for one in results], [one.dtype for one in results])

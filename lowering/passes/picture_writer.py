@@ -106,10 +106,16 @@ class Writer:
         shape = [value.shape[d] for d in to_last(value.dim())] if node in self._pictures else value.shape
         return self._made(node, self._graph.call_function(target, args, kwargs), shape, value.dtype)
 
-    def items(self, node: fx.Node, call: fx.Node, shapes: Sequence[Sequence[Any] | None]) -> tuple[fx.Node | None, ...]:
-        """The results of `call` that somebody reads of `node`'s; None for the others, and for those without a shape."""
+    def items(
+        self, node: fx.Node, call: fx.Node, shapes: Sequence[Sequence[Any] | None], dtypes: Sequence[torch.dtype] = ()
+    ) -> tuple[fx.Node | None, ...]:
+        """The results of `call` that somebody reads of `node`'s; None for the others, and for those without a shape. `dtypes`: else the call's."""
         read = {user.args[1] for user in node.users}
-        made = [None if shape is None else self.call(node, operator.getitem, call, i, shape=shape) for i, shape in enumerate(shapes)]
+        kinds = dtypes or [call.meta["val"].dtype] * len(shapes)
+        made = [
+            None if shape is None else self._made(node, self._graph.call_function(operator.getitem, (call, i)), shape, dtype)
+            for i, (shape, dtype) in enumerate(zip(shapes, kinds, strict=True))
+        ]
         call.meta["val"] = tuple(None if one is None else one.meta["val"] for one in made)
         for i, one in enumerate(made):
             if one is not None and i not in read:
