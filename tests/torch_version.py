@@ -24,3 +24,7 @@ VIEWS_WITHOUT_GRADIENTS = pytest.mark.skipif(TORCH == (2, 11), reason="AOTAutogr
 CHECKS_ERRORS = (2, 13)  # in a compiled graph, of singular matrices for one: before it such operators have no effects there
 TRACES_OTHER_QUANTILES = (2, 14)  # with aot_eager as well: eager's quantile then takes others of equal elements than the one that is traced
 LEAVES_DUAL_TENSORS = (2, 14)  # Dynamo, with any backend: a function whose first call is in forward-mode differentiation stays in eager PyTorch
+# Its inductor imports what generates code where a stand-in for that is looked for; a number that was fixed in the trace before is a symbol; and of
+# writes to parts more are traced.
+NEWER_TRACES = (2, 15)
+LIMITS_DO_NOT_WRAP = (2, 15)  # in eager PyTorch, of unsigned integers; inductor wraps them still

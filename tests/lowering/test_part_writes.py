@@ -8,6 +8,7 @@ import pytest
 import torch
 from behaviours.check import WHOLE_GRAPHS
 from ops.trained import check_training, needs_grad
+from torch_version import NEWER_TRACES, TORCH
 
 import ort_backend
 from ort_backend.lowering.kernels import part_writes
@@ -71,7 +72,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_training(function: Callable[..., torch.Tensor], calls: int) -> None:
     check_training(function, needs_grad(*SIZE), needs_grad(4, 64, 128), outside=["ort_training::write_parts"])
-    assert _calls() == calls or (_calls() and not WHOLE_GRAPHS)  # of one half, some are left out
+    assert _calls() == calls or (_calls() and not WHOLE_GRAPHS) or (_calls() > calls and TORCH >= NEWER_TRACES)  # of one half, some are left out
 
 
 @pytest.mark.cpu_only(reason="the call")

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.harness import check, lower, run, trace
+from torch_version import LIMITS_DO_NOT_WRAP, TORCH
 
 aten = torch.ops.aten
 nan, inf = math.nan, math.inf
@@ -127,6 +128,8 @@ def test_integers_are_rounded_to_half_precision() -> None:
 def test_numbers_that_wrap(name: str, number: int, dtype: torch.dtype) -> None:
     if name == "clamp" and abs(number) > torch.iinfo(dtype).max:
         pytest.skip("an error of PyTorch's")
+    if name == "clamp" and number < 0 and dtype is torch.uint8 and TORCH >= LIMITS_DO_NOT_WRAP:
+        pytest.skip("wraps here, as under inductor")
     given = torch.tensor([0, 1, 100, -1]).to(dtype)
     if torch.tensor(number).to(dtype) == -1 and name in ("floor_divide", "remainder"):
         given = given[:3]
