@@ -56,6 +56,7 @@ class GuardFailure:
         line: The user's line that made Dynamo guard on it, if Dynamo tells.
         graph: Compile id of the graph that did not fit.
         guard: Dynamo's own words.
+        met: Whether another graph of the function was compiled for the value that it has now: it alone needed no further graph.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class GuardFailure:
     line: str = ""
     graph: str | None = None
     guard: str = ""
+    met: bool = False
 
     def __str__(self) -> str:
         if self.before is None and self.now is None:
@@ -99,8 +101,11 @@ def parse(reason: str, scope: Scope, before: Callable[[str | None, str], str | N
 
 
 def primary(failures: tuple[GuardFailure, ...]) -> GuardFailure | None:
-    """The failure that tells most: of the graph that was closest to fitting, and of equals the newest, which is the most general one."""
-    return max(failures, key=lambda failure: (_closeness(failure.kind), _age(failure.graph)), default=None)
+    """The failure that tells most: of the graph that was closest to fitting, and of equals the newest, which is the most general one.
+
+    What another graph was compiled for (`GuardFailure.met`) comes last: that graph fits but for what it failed for itself.
+    """
+    return max(failures, key=lambda failure: (not failure.met, _closeness(failure.kind), _age(failure.graph)), default=None)
 
 
 def _closeness(kind: str) -> int:

@@ -195,7 +195,25 @@ def _failures(frame: DynamoFrame, caller: Caller, where: str) -> tuple[GuardFail
     with _lock:
         own = {graph for place, graph in _own_graphs if place == where}
     # Where Dynamo does not say which graph it was, it may be ours if there are any of ours.
-    return tuple(failure for failure in failures if failure.kind != "backend" and own and (failure.graph in own or None in (failure.graph, *own)))
+    told = tuple(failure for failure in failures if failure.kind != "backend" and own and (failure.graph in own or None in (failure.graph, *own)))
+    return _marked(told, where)
+
+
+def _marked(failures: tuple[GuardFailure, ...], where: str) -> tuple[GuardFailure, ...]:
+    """The failures, `met` where one of the other graphs was compiled for the value, as far as earlier failures tell."""
+    known: dict[str | None, dict[str, str | None]] = {}  # by graph: the values it was compiled for, by source
+    with _lock:
+        earlier = [record for record in _records if record.where == where] if len(failures) > 1 else []
+    for record in earlier:
+        known[record.compile_id] = {failure.source: failure.now for failure in record.failures}
+        for failure in record.failures:
+            known.setdefault(failure.graph, {})[failure.source] = failure.before
+    graphs = {failure.graph for failure in failures} - {None}
+
+    def met(failure: GuardFailure) -> bool:
+        return failure.now is not None and any(known.get(graph, {}).get(failure.source) == failure.now for graph in graphs - {failure.graph})
+
+    return tuple(dataclasses.replace(failure, met=met(failure)) for failure in failures)
 
 
 def _warn(record: CompileRecord) -> None:

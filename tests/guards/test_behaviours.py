@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch_version import GUARDS_PARAMETERS, NEEDS_BACKEND, TORCH
 
+from ort_backend import guards
 from ort_backend.guards import records
 
 Compile = Callable[..., Callable[..., Any]]
@@ -104,6 +105,16 @@ def test_requires_grad_of_an_input(compiled: Compile) -> None:
         f(x).sum().backward()
         assert (x.grad is not None) == toggle
     assert kinds() == [None, "requires_grad"]
+
+
+def test_a_counter_beside_an_input_that_wants_its_gradient_in_some_calls(compiled: Compile) -> None:
+    model, _ = pair()
+    f = compiled(model, dynamic=False)
+    for call in range(6):
+        model.factor = float(call)
+        f(torch.ones(3, 4, requires_grad=call % 3 > 0)).sum().backward()
+    assert [record.cause.source if record.cause else None for record in records.all()] == [None, "x.requires_grad", *["self.factor"] * 4]
+    assert [(cause.kind, cause.count) for cause in guards.report().causes] == [("python value", 4), ("requires_grad", 1)]
 
 
 def test_freeze_and_unfreeze(compiled: Compile) -> None:
