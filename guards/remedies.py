@@ -54,7 +54,12 @@ class Symptom:
 
 def remedy(symptom: Symptom) -> Remedy:
     """The remedy for a cause."""
-    return _REMEDIES.get(symptom.kind, _unknown)(symptom)
+    found = _REMEDIES.get(symptom.kind, _unknown)(symptom)
+    unnamed = re.search(r"\b___stack\d+\b", symptom.expression)  # read in torch 2.13: `torch._dynamo.output_graph`, `resume_execution`
+    if unnamed is None:
+        return found
+    text = f"{unnamed[0]} is Dynamo's name for what the calling line had computed where the graph was cut: without that graph break (see below) it is"
+    return Remedy(f"{text} no argument. Else: {found.text}", "" if unnamed[0] in found.code else found.code)
 
 
 def _shape(symptom: Symptom) -> Remedy:

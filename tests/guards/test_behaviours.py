@@ -117,6 +117,21 @@ def test_a_counter_beside_an_input_that_wants_its_gradient_in_some_calls(compile
     assert [(cause.kind, cause.count) for cause in guards.report().causes] == [("python value", 4), ("requires_grad", 1)]
 
 
+def test_a_value_between_two_graphs_has_no_name_to_give_advice_with(compiled: Compile) -> None:
+    @torch._dynamo.disable
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        return x.mean()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x).sum(0) + outside(x)
+
+    f = compiled(function, dynamic=False)
+    for size in (3, 4, 5, 6):
+        f(torch.ones(size, size))
+    (cause,) = [cause for cause in guards.report().causes if "___stack" in cause.source]
+    assert cause.remedy.code == "" and cause.remedy.text.startswith("___stack0 is Dynamo's name for what the calling line had computed where")
+
+
 def test_freeze_and_unfreeze(compiled: Compile) -> None:
     model, eager = pair()
     f = compiled(model)
