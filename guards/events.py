@@ -67,9 +67,11 @@ class CompileRecord:
 
     @property
     def cause_key(self) -> tuple[str, str, str, str]:
-        """What makes two recompiles one cause: function, kind and source."""
+        """What makes two recompiles one cause: function, kind and source, or Dynamo's words where they name none."""
         cause = self.cause
-        return (self.function, self.where, cause.kind if cause else "unknown", cause.source if cause else "")
+        if cause is None:
+            return (self.function, self.where, "unknown", "")
+        return (self.function, self.where, cause.kind, cause.guard if cause.kind == "unknown" else cause.source)
 
     def __str__(self) -> str:
         phases = ", ".join(f"{name} {spent:.2f}" for name, spent in self.seconds.items())

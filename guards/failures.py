@@ -69,9 +69,14 @@ class GuardFailure:
     guard: str = ""
     met: bool = False
 
+    @property
+    def title(self) -> str:
+        """What failed, without its values; Dynamo's own words where they name nothing."""
+        return f"{self.kind} of {self.source}" if self.source else f"{self.kind}: {self.guard}"
+
     def __str__(self) -> str:
         if self.before is None and self.now is None:
-            return f"{self.kind} of {self.source}" if self.source else f"{self.kind}: {self.guard}"
+            return self.title
         return f"{self.kind} of {self.source}: {self.before if self.before is not None else '?'} -> {self.now if self.now is not None else '?'}"
 
 

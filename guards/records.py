@@ -227,7 +227,7 @@ def _warn(record: CompileRecord) -> None:
         spent = sum(other.total_seconds for other in same)
         log.warning(
             "%s has recompiled %d times for one cause, %s, and lost %.1f s. Now: %s. Called from %s. ort_backend.guards.report() says what to do.",
-            *(record.function, len(same), f"{record.cause.kind} of {record.cause.source}", spent, record.cause, record.called_from),
+            *(record.function, len(same), record.cause.title, spent, record.cause, record.called_from),
         )
 
 

@@ -16,6 +16,8 @@ from torch_version import LIMIT, THREADS_CRASH
 
 from ort_backend import guards
 from ort_backend.guards import records
+from ort_backend.guards.failures import parse
+from ort_backend.guards.sources import Scope
 
 Compile = Callable[..., Callable[..., Any]]
 
@@ -136,6 +138,16 @@ def test_info_per_compile_and_warning_from_the_third_of_a_cause(compiled: Compil
     warnings = [entry.getMessage() for entry in ours if entry.levelno == logging.WARNING]
     assert len(warnings) == 2  # third and fourth recompile
     assert "recompiled 3 times for one cause, shape of x.size(0)" in warnings[0] and "4 -> 5" in warnings[0]
+
+
+def test_guards_that_name_nothing_are_told_in_dynamos_words(compiled: Compile) -> None:
+    """Their warning read "for one cause, unknown of ,", and all of them were one cause."""
+    compiled(add_one)(torch.ones(4))
+    words = ("'NoneType' object has no attribute 'stride'", "'NoneType' object has no attribute 'size'")
+    failures = [parse(f"0/0: {one}", Scope({}, {})) for one in words]
+    assert [one.title for one in failures] == [f"unknown: {one}" for one in words]
+    first, second = (dataclasses.replace(records.all()[0], recompile=True, failures=(one,)) for one in failures)
+    assert first.cause_key != second.cause_key
 
 
 def test_recompile_limit_is_said_loudly(compiled: Compile, caplog: pytest.LogCaptureFixture) -> None:
