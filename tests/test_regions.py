@@ -566,7 +566,7 @@ def test_complex_results_without_elements(shape: tuple[int, ...]) -> None:
 def test_an_lstm_by_onednn_under_hooks_on_saved_tensors(pack: Any) -> None:
     """Its workspace goes with a handle, whose copy leads nowhere: then the layer runs again."""
     layer = nn.LSTM(4, 6, num_layers=2)
-    x = torch.randn(20, 12, 4)
+    x = torch.randn(40, 12, 4)
     gradients = []
     with torch._dynamo.config.patch(allow_rnn=True), on_ort(graphs=1, python_ops=None) as ran:
         for side in (compiled(layer), layer):

@@ -345,11 +345,21 @@ def _is_grouped(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _GROUPED
 
 
-def lstm_by_onednn(length: int, batch: int, hidden: int) -> bool:
+def lstm_by_onednn(length: int, batch: int, hidden: int, *, trains: bool) -> bool:
     """Whether an LSTM layer runs by oneDNN's kernels inside PythonOps, and not as a Scan.
 
     oneDNN's products of few rows with a wide matrix are slower than ONNX Runtime's, and two PythonOps cost as much as some steps of a Scan. Time of a
     step as a Scan by that with oneDNN, at 16 steps: 0.8 for a hidden size of 64, of 256 0.5 (one row) and 0.8 (8 rows), of 512 0.3 and 0.9; at 64
-    steps and one row: 1.1 for 64, 0.9 for 256, 0.6 for 512; of 8 rows 1.0, 1.2, 1.6 (`python -m benchmarks.recurrent`).
+    steps and one row: 1.1 for 64, 0.9 for 256, 0.6 for 512; of 8 rows 1.0, 1.2, 1.6 (`python -m benchmarks.recurrent`). With a gradient, at 24 to
+    32 steps of 16 to 64 rows: 0.83 to 0.97 for 16 to 128; at 16 and 24 steps of 16 rows 0.84 and 0.89 for 256; of 128 rows 1.0 to 1.1. Without one
+    1.0 to 1.2 (AMD EPYC of family 25).
+
+    Args:
+        length: Steps; a symbolic number counts as its example, as do the others.
+        batch: Rows of a step.
+        hidden: Hidden units.
+        trains: Whether there is a gradient, in float32.
     """
+    if trains and ((length <= 32 and batch <= 64 and hidden <= 128) or (length <= 24 and batch <= 16 and hidden <= 256)):
+        return False
     return not ((length <= 16 and batch <= 8) or (length <= 64 and batch == 1 and hidden >= 256))

@@ -94,8 +94,8 @@ def _lstm(onednn: bool, input: Tensor, hx: Sequence[Tensor], params: Sequence[Te
     if cudnn.is_for(*tensors):
         y, finals = _layers(functools.partial(cudnn.layer, cudnn.LSTM), input, hx, params, has_biases, *rest)
         return (y, *finals)
-    dtype = _onednn_dtype(tensors) if onednn and kernel_choice.lstm_by_onednn(*sizes) else None
-    if dtype is None:
+    dtype = _onednn_dtype(tensors) if onednn else None
+    if dtype is None or not kernel_choice.lstm_by_onednn(*sizes, trains=dtype is torch.float32 and _has_gradient(tensors)):
         y, finals = _layers(_lstm_layer, input, hx, params, has_biases, *rest)
     else:
         states, weights = [one.to(dtype) for one in hx], [one.to(dtype) for one in params]
@@ -173,9 +173,12 @@ def _lstm_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], 
 def _onednn_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:
     w_ih, w_hh, *biases = weights
     b_ih, b_hh = biases or (None, None)
-    keep = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *states, *weights))
-    y, *finals, _ = ONEDNN_LSTM(x, *states, w_ih, w_hh, b_ih, b_hh, reverse, keep)
+    y, *finals, _ = ONEDNN_LSTM(x, *states, w_ih, w_hh, b_ih, b_hh, reverse, _has_gradient((x, *states, *weights)))
     return y, finals
+
+
+def _has_gradient(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
 
 
 def _gru_layer(x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], reverse: bool) -> tuple[Tensor, Sequence[Tensor]]:

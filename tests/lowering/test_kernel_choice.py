@@ -385,16 +385,22 @@ def test_long_attention_in_half_precision(
 @single_session
 @pytest.mark.parametrize(
     "length, batch, hidden, by_onednn",
-    [(16, 1, 64, False), (16, 8, 512, False), (16, 32, 256, True), (64, 1, 256, False), (64, 1, 64, True), (64, 8, 256, True), (128, 1, 512, True)],
-)
-def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden: int, by_onednn: bool) -> None:
+    [
+        (16, 1, 64, False), (16, 8, 512, False), (16, 32, 256, True), (64, 1, 256, False), (64, 1, 64, True), (64, 8, 256, True), (128, 1, 512, True),
+        (32, 64, 64, False), (33, 9, 64, True), (24, 16, 256, False), (32, 16, 256, True), (24, 65, 16, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_lstm_of_few_rows_and_steps_is_a_scan(length: int, batch: int, hidden: int, by_onednn: bool, trains: bool) -> None:
+    """Of more rows and steps where it trains."""
+    by_onednn |= not trains and batch > 8
     model, x = nn.LSTM(4, hidden), torch.randn(length, batch, 4)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
+    with torch._dynamo.config.patch(allow_rnn=True), torch.set_grad_enabled(trains):
         y, _ = torch.compile(model, backend="ort_training")(x)
     torch.testing.assert_close(y, model(x)[0], rtol=1e-4, atol=1e-5)
     assert {one.operator for one in ort_backend.report().graphs[-1].outside if "lstm" in one.operator} == (
-        {"ort_training::onednn_lstm", "ort_training::onednn_lstm_backward"} if by_onednn else set()
+        {"ort_training::onednn_lstm", *(["ort_training::onednn_lstm_backward"] if trains else [])} if by_onednn else set()
     )
 
 

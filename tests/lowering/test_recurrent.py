@@ -31,7 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.fixture(autouse=True)
 def _always_by_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """LSTMs in float32, however small; by default such small ones are Scans."""
-    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes: True)
+    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes, trains: True)
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_dtypes_under_autocast(kind: str, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("given", [{"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}])
 def test_lstm_in_bfloat16_is_eager_s(given: dict[str, Any], autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes: True)
+    monkeypatch.setattr(kernel_choice, "lstm_by_onednn", lambda *sizes, trains: True)
     made = _made("LSTM", given, False, torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert made[0](made[1])[0].dtype is torch.bfloat16
@@ -128,7 +128,8 @@ def test_lstm_in_bfloat16_is_eager_s(given: dict[str, Any], autocast: bool, monk
 def test_the_kernels_of_an_lstm_are_chosen_by_its_sizes(monkeypatch: pytest.MonkeyPatch, batch_first: bool) -> None:
     asked = []
 
-    def choose(*sizes: int) -> bool:
+    def choose(*sizes: int, trains: bool) -> bool:
+        assert trains
         asked.append(sizes)
         return sizes == (7, 3, 6)
 
