@@ -246,7 +246,7 @@ def test_a_number_that_is_compiled_in_is_not_kept() -> None:
         for _ in range(4):
             torch.testing.assert_close(compiled(state, torch.ones(3)), decay(expected, torch.ones(3)))
             assert state["bias"] == pytest.approx(expected["bias"])
-        assert found() == hits or TORCH >= NEWER_TRACES
+        assert found() == hits or (found() > hits and TORCH >= NEWER_TRACES)
 
 
 def test_kernels_are_chosen_for_the_size_at_hand() -> None:
