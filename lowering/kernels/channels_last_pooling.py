@@ -34,19 +34,20 @@ def _on_pictures(kernel: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> An
     return tuple(results) if isinstance(made, tuple) else results[0]
 
 
-def _defined(kernel: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The operator of such pictures, with the arguments of the kernel's."""
+def _defined(kernel: torch._ops.OpOverload, call: Callable[..., Any]) -> torch._ops.OpOverload:
+    """The operator of such pictures, with the arguments of the kernel's, that `call` computes."""
     name = f"{kernel._schema.name.removeprefix('aten::')}_channels_last"
     _library.define(str(kernel._schema).replace(kernel._schema.name, name, 1))
-    call = functools.partial(_on_pictures, kernel)
     _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ort_training::{name}", call, lib=_library)
     defined: torch._ops.OpOverload = getattr(torch.ops.ort_training, name).default
     return defined
 
 
+_CALLS = {kernel: functools.partial(_on_pictures, kernel) for kernel in _KERNELS}
+
 # The operator of pictures with the channels last, by ATen's.
-WITH_CHANNELS_LAST = {kernel: _defined(kernel) for kernel in _KERNELS}
+WITH_CHANNELS_LAST = {kernel: _defined(kernel, call) for kernel, call in _CALLS.items()}
 
 # What a node calls: without PyTorch's dispatcher.
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {last: functools.partial(_on_pictures, kernel) for kernel, last in WITH_CHANNELS_LAST.items()}
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {last: _CALLS[kernel] for kernel, last in WITH_CHANNELS_LAST.items()}
