@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import onnx_ir as ir
@@ -39,27 +39,28 @@ def harmful_optimizers(model: ir.Model, provider: str = CPU_PROVIDER) -> list[st
     MatMulAddFusion puts what it makes of a product and a sum behind all other nodes: in a backward of its own the gradient that everything waits for
     comes last, and temporaries of all layers are there at once (1.32.0: 150 MB for 87).
     """
-    products = [node.outputs[0] for node in model.graph if node.op_type in ("MatMul", "FusedMatMul")]
+    nodes = list(model.graph.all_nodes())  # those in the bodies of loops, too
+    products = [node.outputs[0] for node in nodes if node.op_type in ("MatMul", "FusedMatMul")]
     is_double = any(value.dtype == ir.DataType.DOUBLE for value in products)
     harmful = ["MatmulTransposeFusion"] if is_double or any(map(_is_square_of_transposed, products)) else []
     if is_double or any(map(_gets_dimensions, products)):
         harmful.append("MatMulScaleFusion")
-    sigmoids = {node.outputs[0].dtype for node in model.graph if node.op_type == "Sigmoid"}
+    sigmoids = {node.outputs[0].dtype for node in nodes if node.op_type == "Sigmoid"}
     # A node of the operator alone does not tell that there is no kernel: it is a function, of which every step has one.
     if ir.DataType.DOUBLE in sigmoids or ir.DataType.BFLOAT16 in sigmoids and has_training():
         harmful.append("QuickGeluFusion")
-    if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in model.graph):
+    if any(node.op_type == "Clip" and node.outputs[0].dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) for node in nodes):
         harmful.append("FuseReluClip")
-    if any(node.op_type == "Div" for node in model.graph):
+    if any(node.op_type == "Div" for node in nodes):
         harmful.append("DivMulFusion")
-    if any(node.op_type == "Range" for node in model.graph):
+    if any(node.op_type == "Range" for node in nodes):
         harmful.append("GatherToSliceFusion")
     varying = _varying(model)
     if _has_empty_constant(model, varying) or _hands_back_a_tangent(model):
         harmful.append("NoopElimination")
-    if _has_large_fill(model) or _folds_too_much(model, varying):
+    if _has_large_fill(nodes) or _folds_too_much(model, varying):
         harmful.append("ConstantFolding")
-    if _reads_statistics(model) or _has_layers_not_to_skip(model, provider):
+    if _reads_statistics(nodes) or _has_layers_not_to_skip(nodes, provider):
         harmful.append("SkipLayerNormFusion")
     if ".backward" in str(model.graph.name):
         harmful.append("MatMulAddFusion")
@@ -86,15 +87,15 @@ def _gets_dimensions(value: ir.Value) -> bool:
     return any(one.shape is not None and (value.shape is None or one.shape.rank() > value.shape.rank()) for one in others)
 
 
-def _reads_statistics(model: ir.Model) -> bool:
+def _reads_statistics(nodes: Sequence[ir.Node]) -> bool:
     """Whether something reads the mean or the deviation that a LayerNormalization has found."""
-    found = [value for node in model.graph if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
+    found = [value for node in nodes if node.op_type == "LayerNormalization" for value in node.outputs[1:]]
     return any(value.uses() or value.is_graph_output() for value in found)
 
 
-def _has_layers_not_to_skip(model: ir.Model, provider: str) -> bool:
+def _has_layers_not_to_skip(nodes: Sequence[ir.Node], provider: str) -> bool:
     """Whether a LayerNormalization is of several dimensions, or of a dtype in which there is no SkipLayerNormalization."""
-    layers = [node for node in model.graph if node.op_type == "LayerNormalization"]
+    layers = [node for node in nodes if node.op_type == "LayerNormalization"]
     scales = [node.inputs[1] for node in layers if node.inputs[1] is not None]
     if any(scale.shape is None or scale.shape.rank() != 1 for scale in scales):
         return True
@@ -111,8 +112,8 @@ def _skip_layer_norm(dtype: ir.DataType) -> ir.Node:
 _LARGE = 1 << 20  # elements
 
 
-def _has_large_fill(model: ir.Model) -> bool:
-    return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(model))
+def _has_large_fill(nodes: Sequence[ir.Node]) -> bool:
+    return any(shape.is_static() and math.prod(shape.numpy()) > _LARGE for shape in _fills(nodes))
 
 
 def _has_empty_constant(model: ir.Model, varying: Set[ir.Value]) -> bool:
@@ -121,9 +122,9 @@ def _has_empty_constant(model: ir.Model, varying: Set[ir.Value]) -> bool:
     return any(value is not None and value.shape is not None and 0 in value.shape and value not in varying for value in operands)
 
 
-def _fills(model: ir.Model) -> Iterator[ir.Shape]:
+def _fills(nodes: Sequence[ir.Node]) -> Iterator[ir.Shape]:
     """The shapes of tensors that repeat a constant."""
-    for node in model.graph:
+    for node in nodes:
         repeats = node.op_type == "Expand" and node.inputs[0] is not None and node.inputs[0].const_value is not None
         if (repeats or node.op_type == "ConstantOfShape") and node.outputs[0].shape is not None:
             yield node.outputs[0].shape
