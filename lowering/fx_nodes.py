@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,13 @@ VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """A traced module, and those inside it, such as the bodies of checkpoints."""
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Another module with a graph of its own, over the same tensors and modules."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
@@ -81,6 +89,12 @@ def call_beside(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any, **kwa
 def nodes_in(tree: Any) -> list[fx.Node]:
     """The nodes in nested arguments, in order, each as often as it stands there."""
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, fx.Node)]
+
+
+def values_read(node: fx.Node, count: int) -> list[bool]:
+    """Of a node with `count` results, whether something reads each."""
+    read = {user.args[1] if user.target is operator.getitem else None for user in node.users}
+    return [i in read or None in read for i in range(count)]
 
 
 def attribute(node: fx.Node) -> Any:

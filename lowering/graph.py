@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -13,7 +14,7 @@ import torch
 from torch import fx
 
 from ort_backend.errors import LoweringError
-from ort_backend.lowering import registry, torchlib
+from ort_backend.lowering import control_flow, registry, torchlib
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.calls_on_device.device_calls import rewrite_calls
@@ -267,7 +268,7 @@ class GraphLowering:
         if reason is None and (faster := faster_in_pytorch(node, self.target)) is not None:
             return self._by_python_op(node, faster, is_choice=True)
         if reason is None:
-            result, reason = self._by_lowering(node)
+            result, reason = control_flow.write(self, node) if node.target in control_flow.LOOPS else self._by_lowering(node)
             if reason is None:
                 return result
         return self._by_python_op(node, reason)
@@ -299,6 +300,12 @@ class GraphLowering:
                 return result, None
             self._roll_back(mark)
         return None, reason
+
+    def inside(self, name: str) -> GraphLowering:
+        """For the body of a loop: writes a graph of its own, for ONNX Runtime's kernels alone."""
+        inner = GraphLowering(dataclasses.replace(self.target, python_op=False), name, strict=True)
+        inner._builder.hints = self._builder.hints
+        return inner
 
     def _has_kernel(self, node: ir.Node) -> bool:
         return (self.target.sizes_on_host and is_about_sizes(node)) or self.target.has_kernel(node)
@@ -373,12 +380,12 @@ class GraphLowering:
         if not is_number_check(node):
             self.outside.append(Outside(title, reason, where, is_choice))
         log.debug("%s runs in PyTorch, inside the session: %s%s", title, reason, at(where))
-        return self._stamped(values, fake) if isinstance(fake, (tuple, list)) else None if fake is None else self._calls.stamp(values[0], fake)
+        return self.stamped(values, fake) if isinstance(fake, (tuple, list)) else None if fake is None else self._calls.stamp(values[0], fake)
 
-    def _stamped(self, values: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
+    def stamped(self, values: Sequence[Any], fakes: Sequence[Any]) -> list[Any]:
         """`stamp` for each value, also in lists among them; None stays None."""
         pairs = zip(values, fakes, strict=True)
-        return [self._stamped(v, f) if isinstance(f, (tuple, list)) else None if v is None else self._calls.stamp(v, f) for v, f in pairs]
+        return [self.stamped(v, f) if isinstance(f, (tuple, list)) else None if v is None else self._calls.stamp(v, f) for v, f in pairs]
 
     def _function(self, node: fx.Node) -> list[Any]:
         """A call of a user's autograd.Function, or its backward: one node, behind all others that run Python, as the user wrote them."""

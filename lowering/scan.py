@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.microsoft import typed
+from ort_backend.lowering.unread import drop_unread_nodes
 
 _numbers = itertools.count()
 
@@ -33,6 +34,23 @@ class Body:
             output.type = inputs[0].type if dtype is None else ir.TensorType(dtype)
         self.nodes.append(node)
         return node.outputs[0] if outputs == 1 else list(node.outputs)
+
+    def take(self, graph: ir.Graph) -> list[ir.Value]:
+        """Takes what another graph is made of, whose inputs are values of this body or around it, and returns its outputs."""
+        drop_unread_nodes(graph)
+        outputs, nodes = list(graph.outputs), list(graph)
+        graph.outputs.clear()
+        graph.remove(nodes)
+        for value in graph.initializers.values():
+            self.nodes.append(ir.node("Constant", [], {"value": value.const_value}, outputs=[ir.Value(type=value.type, shape=value.shape)]))
+            value.replace_all_uses_with(self.nodes[-1].outputs[0])
+        graph.initializers.clear()
+        self.nodes += nodes
+        for i, node in enumerate(self.nodes):
+            node.name = f"{self.name}_{i}"
+            for output in node.outputs:
+                output.name = f"{self.name}_{next(_numbers)}"
+        return outputs
 
 
 def numbers(op: Any, count: int | ir.Value) -> ir.Value:
@@ -106,6 +124,7 @@ def scan(
         scan_input_directions=ir.AttrInt64s("scan_input_directions", [int(reverse)] * len(rows)),
         scan_output_directions=ir.AttrInt64s("scan_output_directions", [int(reverse)] * len(ranks)),
     )
+    made = [made] if isinstance(made, ir.Value) else list(made)
     for value, state in zip(made, carried):
         typed(value, state.dtype, state.shape)
     finals, made = made[: len(states)], made[len(carried) :]

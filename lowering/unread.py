@@ -20,8 +20,7 @@ def drop_unread_nodes(graph: ir.Graph) -> None:
 
 
 def drop_unread_constants(graph: ir.Graph) -> None:
-    """Removes the initializers that nothing reads, in place."""
-    read = {value for node in graph for value in node.inputs if value is not None} | set(graph.outputs)
+    """Removes the initializers that nothing reads, not even a node inside the body of a loop, in place."""
     for name, value in list(graph.initializers.items()):
-        if value not in read:
+        if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]

@@ -19,42 +19,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs, written
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.kernels.part_writes import copy_of_parts
 from ort_backend.lowering.kernels.write_back import IMPLEMENTATIONS as WRITES_HERE
 from ort_backend.lowering.kernels.write_back import written_argument
 from ort_backend.lowering.lowered import LoweredGraph
-from ort_backend.lowering.passes.bare_biases import take_bare_biases
-from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
-from ort_backend.lowering.passes.effects import drop_unread, mark_effects
+from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
-from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
-from ort_backend.lowering.passes.known_masks import drop_known_masks
-from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import join_number_checks
 from ort_backend.lowering.passes.part_writes import join_writes, parts_read
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
 from ort_backend.lowering.passes.read_parts import read_parts
-from ort_backend.lowering.passes.real_transforms import transform_back
 from ort_backend.lowering.passes.recompute import recompute
-from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rms_norms import fuse_rms_norms
-from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
-from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.scales import fuse_scales
-from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
-from ort_backend.lowering.passes.signed_zeros import settle_zeros
-from ort_backend.lowering.passes.statistics import correct_statistics
-from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
-from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.passes.write_back import write_back_parts
+from ort_backend.lowering.simplify import simplify
 from ort_backend.lowering.splitting.partition import JointPartition, divide
 from ort_backend.lowering.splitting.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -94,7 +80,7 @@ def lower_joint(
     `rewrite` sees the result first; it keeps inputs, outputs and the `YieldOp`.
     """
     graph = module.graph
-    _simplify(graph, target)
+    simplify(graph, target)
     fuse_rms_norms(graph, target)
     fuse_cross_entropy(graph)
     fuse_scales(graph)
@@ -151,31 +137,11 @@ def lower_joint(
     return TrainingLowering(lowered, plan, partition)
 
 
-def _simplify(graph: fx.Graph, target: OrtTarget) -> None:
-    """The passes that come first in every graph, in place."""
-    mark_effects(graph)
-    correct_statistics(graph)
-    settle_zeros(graph)
-    keep_sums_wide(graph)
-    drop_relayouts(graph)
-    transform_back(graph)
-    simplify_linear_gradients(graph)
-    put_channels_last(graph, target)
-    mark_gradients(graph)
-    select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
-    drop_known_masks(graph)
-    fuse_rotary_embeddings(graph, target)
-    take_bare_biases(graph)
-    index_rows(graph)
-    add_blocks(graph)
-    gather_parts(graph)
-
-
 def lower_inference(
     graph: fx.Graph, target: OrtTarget, *, strict: bool, name: str, rewrite: Rewrite = lambda lowered: lowered
 ) -> tuple[LoweredGraph, InferencePlan]:
     """Lowers a graph that needs no gradient into one ONNX graph; `rewrite` sees the result first."""
-    _simplify(graph, target)
+    simplify(graph, target)
     fuse_rms_norms(graph, target)
     choose_products(graph, target)
     if not strict:

@@ -17,6 +17,7 @@ from ort_backend.boundary import tangent_outputs, written
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
+from ort_backend.lowering.passes.loop_rows import read_rows_at_their_source
 from ort_backend.lowering.passes.recompute import delay, forget_averages, forget_averages_again, is_wanted, keep_draws, prefer_cheap
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
@@ -50,6 +51,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     changing = {node.name for node in written(joint.graph, num_fwd_outputs)}
     correct_statistics(joint.graph)
+    read_rows_at_their_source(joint.graph)
     drop_known_masks(joint.graph)
     fuse_rotary_embeddings(joint.graph, target)
     take_bare_biases(joint.graph)

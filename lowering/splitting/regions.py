@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,25 +18,14 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
+from ort_backend.lowering.control_flow import LOOPS
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
-from ort_backend.lowering.fx_nodes import convolution_of
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels import fused_attention
-from ort_backend.lowering.kernels.cudnn import CUDNN_LAYER, CUDNN_LAYER_BACKWARD
-from ort_backend.lowering.kernels.kernel_choice import (
-    far_faster_in_pytorch,
-    is_volume_convolution,
-    selects_any,
-    slow_as_products,
-    slow_in_steps,
-    slow_kernels_may_go,
-)
-from ort_backend.lowering.kernels.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
-from ort_backend.lowering.kernels.part_writes import WRITE_PARTS
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
+from ort_backend.lowering.kernels.slow_compositions import is_slow
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, WRITE_BACK
 from ort_backend.lowering.lowered import NotOnOrt
-from ort_backend.lowering.ops.convolution import is_pointwise
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.splitting.partition import is_random, shares_memory
 from ort_backend.lowering.splitting.region_memory import cut, saved_values
@@ -52,9 +40,6 @@ LEAST_NODES = 4
 TOO_SMALL = f"fewer than {LEAST_NODES} nodes without a matrix product or convolution: a session for them would cost more than it saves"
 
 SLOWER = "in plain ONNX operators it takes longer than PyTorch's kernel"
-
-# Multiplications up to which plain ONNX operators compute the backward of a dense convolution faster than PyTorch's kernel (`benchmarks/regions.py`).
-_SMALL_CONVOLUTION = 1_000_000
 
 # Operators whose kernels take so long that the cost of a session's call does not count.
 _HEAVY = {
@@ -214,40 +199,7 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
         return IN_PLACE
     if node.target is WRITE_BACK:
         return IN_ARGUMENT
-    return SLOWER if _is_slow(node, target) else None
-
-
-def _is_slow(node: fx.Node, target: OrtTarget) -> bool:
-    """Whether ONNX Runtime has operators to write a node with, but no kernel: a convolution's backward, a long Fourier transform, what takes many
-    steps; or one that takes others of equal elements than PyTorch's.
-
-    Steps of small models with convolutions whose backward ran on ONNX Runtime took 1.2 (3 x 3, dense) to 2.4 (grouped) of eager's time, with
-    PyTorch's 1.0 to 1.2.
-    """
-    if target.kernels == "onnxruntime":
-        return False
-    if node.target in (ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD, CUDNN_LAYER, CUDNN_LAYER_BACKWARD, WRITE_PARTS):
-        return True
-    if node.target is aten.convolution_backward.default:
-        return "com.microsoft::ConvGrad" not in target.contrib_ops and not _is_small_convolution(node) and not _is_pointwise_convolution(node)
-    if far_faster_in_pytorch(node, target) or selects_any(node, target):
-        return True
-    return slow_in_steps(node, target) or slow_as_products(node, target) or (slow_kernels_may_go(target) and is_volume_convolution(node))
-
-
-def _is_small_convolution(node: fx.Node) -> bool:
-    one = convolution_of(node)
-    if one is None or one.groups != 1 or one.weight.dim() > 4:
-        return False
-    return math.prod(map(symbolic.hint, (*one.result.shape, *one.weight.shape[1:]))) < _SMALL_CONVOLUTION
-
-
-def _is_pointwise_convolution(node: fx.Node) -> bool:
-    one = convolution_of(node)
-    if one is None or one.weight.dtype is not torch.float32 or one.transposed:
-        return False
-    sizes = one.weight.shape[2:]
-    return all(isinstance(size, int) for size in sizes) and is_pointwise(sizes, one.stride, one.padding, one.groups)
+    return SLOWER if is_slow(node, target) else None
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -330,5 +282,5 @@ def _in_parts(steps: Sequence[Step], graph: fx.Graph, free: frozenset[fx.Node]) 
 
 
 def _is_small(step: Step) -> bool:
-    heavy = any(getattr(node.target, "overloadpacket", None) in _HEAVY for node in step.nodes)
+    heavy = any(getattr(node.target, "overloadpacket", None) in _HEAVY or node.target in LOOPS for node in step.nodes)
     return not heavy and sum(not is_value(node) for node in step.nodes) < LEAST_NODES
