@@ -130,19 +130,19 @@ def hardswish_backward(op, grad_output, self):
     return op.Mul(grad_output, op.Add(hardsigmoid(op, self), op.Mul(op.Mul(self, 1 / 6), inside)))
 
 
-@register(aten.hardshrink.default)
+@register(aten.hardshrink.default, promote="inputs")  # `lambd` is rounded to half precision first, as in PyTorch
 def hardshrink(op, self, lambd=0.5):
     """hardshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
     return hardshrink_backward(op, self, self, lambd)
 
 
-@register(aten.hardshrink_backward.default, promote="output")
+@register(aten.hardshrink_backward.default, promote="inputs")
 def hardshrink_backward(op, grad_out, self, lambd):
     """hardshrink_backward(Tensor grad_out, Tensor self, Scalar lambd) -> Tensor"""
     return op.Mul(grad_out, _mask(op, op.Greater(op.Abs(self), scalar_like(op, lambd, self)), grad_out))
 
 
-@register(aten.softshrink_backward.default, promote="output")
+@register(aten.softshrink_backward.default, promote="inputs")
 def softshrink_backward(op, grad_output, self, lambd):
     """softshrink_backward(Tensor grad_output, Tensor self, Scalar lambd) -> Tensor"""
     return hardshrink_backward(op, grad_output, self, lambd)

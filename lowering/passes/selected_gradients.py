@@ -22,10 +22,25 @@ aten = torch.ops.aten
 # In a node's metadata: that zeros are to be selected there.
 SELECTS = "ort_training_selects"
 
-# Each with a writer of where it is flat, of its arguments behind the gradient.
+_WIDER = torch.ops.prims.convert_element_type.default
+
+
+def _outside(add: Callable[..., fx.Node], x: fx.Node, low: Any, high: Any) -> fx.Node:
+    x = _unrounded(add, x)
+    return add(aten.logical_or.default, add(aten.le.Scalar, x, low), add(aten.ge.Scalar, x, high))
+
+
+def _unrounded(add: Callable[..., fx.Node], x: fx.Node) -> fx.Node:
+    """`x` so that a comparison does not round the number beside it to half precision: PyTorch's gradient of a threshold compares in float32."""
+    return add(_WIDER, x, torch.float32) if x.meta["val"].dtype.itemsize == _HALF else x
+
+
+_HALF = 2  # bytes
+
+# Each with a writer of where it is flat, of its arguments behind the gradient. The number beside what shrinks PyTorch does round.
 _FLAT: dict[Any, Callable[..., fx.Node]] = {
-    aten.threshold_backward.default: lambda add, x, threshold: add(aten.le.Scalar, x, threshold),
-    aten.hardtanh_backward.default: lambda add, x, low, high: add(aten.logical_or.default, add(aten.le.Scalar, x, low), add(aten.ge.Scalar, x, high)),
+    aten.threshold_backward.default: lambda add, x, threshold: add(aten.le.Scalar, _unrounded(add, x), threshold),
+    aten.hardtanh_backward.default: _outside,
     aten.hardshrink_backward.default: lambda add, x, width: add(aten.le.Scalar, add(aten.abs.default, x), width),
     aten.softshrink_backward.default: lambda add, x, width: add(aten.le.Scalar, add(aten.abs.default, x), width),
     aten.hardsigmoid_backward.default: lambda add, x: add(aten.ge.Scalar, add(aten.abs.default, x), 3.0),
@@ -108,7 +123,8 @@ def _select(graph: fx.Graph, node: fx.Node) -> None:
         with graph.inserting_after(last):
             last = graph.call_function(target, args)
         fake = node.meta["val"]
-        last.meta.update({**node.meta, "val": fake if target in _NUMBERS else torch.empty_like(fake, dtype=torch.bool)})
+        dtype = fake.dtype if target in _NUMBERS else torch.float32 if target is _WIDER else torch.bool
+        last.meta.update({**node.meta, "val": torch.empty_like(fake, dtype=dtype)})
         return last
 
     selected = add(aten.where.ScalarSelf, _FLAT[node.target](add, *node.args[1:]), 0.0, node)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from behaviours.check import call, compiled, on_ort, same_as_eager
+from default_device import ON_CPU
 from torch import nn
 from torch.nn import functional as F
 
@@ -60,6 +61,22 @@ def test_what_is_steep_may_lie_outside(flat: Callable[[torch.Tensor], torch.Tens
                     continue
                 (expected,) = torch.autograd.grad(steep(flat(x)).sum(), x)
                 torch.testing.assert_close(gradient, expected, equal_nan=True)
+
+
+@pytest.mark.skipif(not ON_CPU, reason="PyTorch's kernels for CUDA round other edges")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["threshold", "hardtanh", "hardshrink", "softshrink"])
+def test_edges_that_half_precision_rounds(name: str, dtype: torch.dtype) -> None:
+    """At what an edge is when it is rounded: PyTorch compares some there with the edge itself, some with the rounded one."""
+    edges = (0.1, 0.3, 0.7)
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        further = {"threshold": lambda edge: (edge, 20.0), "hardtanh": lambda edge: (-edge, edge)}.get(name, lambda edge: (edge,))
+        return [getattr(F, name)(x, *further(edge)) for edge in edges]
+
+    x = torch.tensor([sign * edge for edge in edges for sign in (1, -1)]).to(dtype).requires_grad_()
+    for reduce in (lambda results: results, lambda results: sum(results).sum()):  # with infinite gradients from outside, perhaps; and without
+        same_as_eager(lambda x, reduce=reduce: reduce(function(x)), call(x), graphs=1)
 
 
 def test_products_in_between_need_no_selection() -> None:
