@@ -119,15 +119,15 @@ class Results:
         if view is not None:
             return view
         fake = node.meta["val"]
-        source = self._reshaped(node)
+        is_tensor = isinstance(fake, torch.Tensor)
+        permutation = storage_order(fake if like is None else like.meta["val"]) if is_tensor else None
+        source = self._reshaped(node) if permutation is None else node  # the order is one of this node's dimensions
         shape = None if source is node else tuple(fake.shape)
         node = source
         value = self._lowering.value(node)
         if not hasattr(value, "producer"):
             return Output("constant", value=value)
         fake = node.meta["val"]
-        is_tensor = isinstance(fake, torch.Tensor)
-        permutation = storage_order(fake if like is None else like.meta["val"]) if is_tensor else None
         # The lowering leaves copies out; the user, who may write to one and not to the other, gets memory for each, and the backward keeps its own.
         base = root(node, through_copies=False)
         key = (value, permutation, base)

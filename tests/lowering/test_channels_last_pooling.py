@@ -123,6 +123,18 @@ def test_a_gradient_lies_as_what_it_is_of(written: list[int]) -> None:
     assert (sum(written) > 0) == ON_CPU
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 16, 8, 16), (2, 4, 8, 256)], ids=["more dimensions", "as many"])
+def test_a_large_gradient_that_is_a_reshape_lies_as_what_it_is_of(shape: tuple[int, ...]) -> None:
+    """PyTorch reshapes large results, but the order of memory is one of the dimensions that the argument has."""
+    found = []
+    for function in (compiled(made := lambda x, y: x.reshape(shape) @ y), made):
+        x, y = (torch.randn(*size, generator=seeded(0)) for size in ((2, 128, 4, 16), (shape[-1], 16)))
+        x = x.transpose(1, 2).requires_grad_()
+        function(x, y).pow(2).sum().backward()
+        found.append(x)
+    same_gradients(found[:1], found[1:], atol=1e-3)
+
+
 @pytest.mark.parametrize("kernel", WITH_CHANNELS_LAST, ids=str)
 def test_the_operators(kernel: Any) -> None:
     """What nodes call, and their fake values, beside PyTorch's operator on (N, C, H, W)."""
