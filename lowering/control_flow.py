@@ -15,8 +15,8 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.fx_nodes import attribute, copied, values_read
-from ort_backend.lowering.kernels.slow_compositions import is_slow
-from ort_backend.lowering.provenance import newest, operator_name
+from ort_backend.lowering.kernels.slow_compositions import is_slow_loop
+from ort_backend.lowering.provenance import newest
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.scan import Body, scan
 from ort_backend.lowering.simplify import simplify
@@ -42,6 +42,10 @@ def write(lowering: GraphLowering, node: fx.Node) -> tuple[list[Any] | None, str
 def _loop(lowering: GraphLowering, node: fx.Node) -> list[ir.Value | None]:
     if lowering.target.device_type != "cpu":
         raise Unsupported("loops on a device are PyTorch's")
+    if len(node.args) != (4 if node.target is SCAN else 3):
+        raise Unsupported("it takes other arguments than in torch 2.13")
+    if not lowering.strict and is_slow_loop(node, lowering.target):
+        raise Unsupported("its body takes longer in plain ONNX operators than by PyTorch's kernels")
     body: Any = attribute(node.args[0])  # type: ignore[arg-type]
     first, rows, read = node.args[1:4] if node.target is SCAN else ((), *node.args[1:3])
     states, steps = ([_tensor(lowering, one) for one in part] for part in (first, rows))  # type: ignore[union-attr]
@@ -92,8 +96,6 @@ def _prepared(module: fx.GraphModule, target: OrtTarget) -> fx.Graph:
         if isinstance(node.target, torch._ops.OpOverload):
             view = getattr(getattr(torch.ops.aten, node.target._opname.removesuffix("_copy"), None), node.target._overloadname, None)
             node.target = view if view is not None and view.is_view else node.target
-        if is_slow(node, target):
-            raise Unsupported(f"in its body, {operator_name(node.target)} takes longer in plain ONNX operators than PyTorch's kernel")
     simplify(graph, target, everywhere=True)
     return graph
 

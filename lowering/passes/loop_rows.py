@@ -26,8 +26,7 @@ _MOVES = {
     *(aten.view.default, aten.view_copy.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.unsqueeze_copy.default),
     *(aten.detach.default, aten.detach_copy.default, aten.alias.default, aten.alias_copy.default, aten.clone.default),
 }
-
-
+_ARGUMENTS = 4  # body, first states, rows, what all steps read (torch 2.13)
 _numbers = itertools.count()
 
 
@@ -41,6 +40,8 @@ class _Reader(NamedTuple):
 def read_rows_at_their_source(graph: fx.Graph) -> None:
     """Gives the scans of a backward what the rows that they read are made of, in place."""
     for node in graph.find_nodes(op="call_function", target=_SCAN):
+        if len(node.args) != _ARGUMENTS:
+            continue
         for i in range(len(node.args[1]), len(node.meta["val"])):
             body = attribute(node.args[0])
             source, moves = _moved(body.graph.output_node().args[0][i])
@@ -80,7 +81,7 @@ def _readers(rows: fx.Node) -> list[_Reader]:
             if not behind:
                 return []
             found += behind
-        elif user.target is _SCAN and rows not in user.args[1] and rows not in user.args[3]:  # type: ignore[operator]
+        elif user.target is _SCAN and len(user.args) == _ARGUMENTS and rows not in user.args[1] and rows not in user.args[3]:  # type: ignore[operator]
             places = [i for i, one in enumerate(user.args[2]) if one is rows]  # type: ignore[arg-type]
             if len(places) != 1:
                 return []

@@ -23,7 +23,7 @@ from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels import fused_attention
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
-from ort_backend.lowering.kernels.slow_compositions import is_slow
+from ort_backend.lowering.kernels.slow_compositions import is_slow, is_slow_loop
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, WRITE_BACK
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -199,7 +199,7 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
         return IN_PLACE
     if node.target is WRITE_BACK:
         return IN_ARGUMENT
-    return SLOWER if is_slow(node, target) else None
+    return SLOWER if is_slow(node, target) or (node.target in LOOPS and is_slow_loop(node, target)) else None
 
 
 def _is_free(node: fx.Node) -> bool:

@@ -144,6 +144,17 @@ def test_bodies_that_need_pytorch(strict: bool) -> None:
         check_training(steps, *given, options={"strict": True})
 
 
+@single_session
+@pytest.mark.parametrize("strict", [False, True])
+def test_bodies_that_pytorch_is_faster_at(strict: bool) -> None:
+    def steps(first: torch.Tensor, rows: torch.Tensor, w: torch.Tensor) -> Any:
+        return scan(lambda h, x: (torch.sigmoid(torch.nn.functional.conv2d(h, w, padding=1) + x) * 2, h * 2), first, rows)
+
+    given = needs_grad(8, 64, 16, 16), needs_grad(2, 8, 64, 16, 16), (torch.randn(64, 64, 3, 3) / 24).requires_grad_()
+    options = {"strict": True} if strict else {}
+    check_training(steps, *given, options=options, outside=[] if strict else ["scan"], rtol=1e-3, atol=1e-3)
+
+
 @LIKE_TRAINING
 def test_map(training: bool) -> None:
     check_training(lambda rows: map_over(lambda row: row.sin() * 2, rows), _input(training, 5, 3))
