@@ -1,7 +1,7 @@
 """onnxscript's graph builder with a memory: a model repeats few kinds of nodes, and a second compile repeats all of them.
 
 Of a node it asks ONNX for the schema, makes a signature of it, and lets ONNX infer dtypes and shapes through protobuf. That was nearly half of the
-time of lowering a GPT. All three are functions of what `_key` holds. (The overridden methods were read in onnxscript 0.7.2.)
+time of lowering a GPT. All are functions of what `_key` holds. (The overridden methods were read in onnxscript 0.7.2.)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _LIMIT = 1 << 14
 _Inferred = tuple[tuple[ir.DataType | None, tuple[Any, ...] | None], ...]
 _inferred: dict[Hashable, _Inferred] = {}
 _signatures: dict[Hashable, Any] = {}
+_schemas: dict[Hashable, Any] = {}
 
 
 class Builder(GraphBuilder):
@@ -34,6 +35,15 @@ class Builder(GraphBuilder):
         self.device_type = device_type
         self.call_type = call_type  # the type of the nodes that call PyTorch's kernels
         self.hints: dict[str, int] = {}
+
+    def _get_schema(self, op_type: str, domain: str, version: int | None) -> Any:
+        key = op_type, domain, version
+        if key not in _schemas:
+            _schemas[key] = super()._get_schema(op_type, domain, version)
+        return _schemas[key]
+
+    def _cast_attributes(self, schema: Any, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {name: _attribute(name, value) for name, value in attributes.items()} if attributes else {}
 
     def _partition_inputs_attributes(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         if schema is None:
@@ -55,6 +65,18 @@ class Builder(GraphBuilder):
             super()._infer_shapes(node)
             if len(_inferred) < _LIMIT and all(value.type is None or isinstance(value.type, ir.TensorType) for value in node.outputs):
                 _inferred[key] = tuple((value.dtype, None if value.shape is None else tuple(value.shape)) for value in node.outputs)
+
+
+def _attribute(name: str, value: Any) -> Any:
+    """An attribute of a usual kind; onnx_ir asks of every value whether it is a tensor first, which takes longer than all else about it."""
+    kind = type(value)
+    if kind is int:
+        return ir.AttrInt64(name, value)
+    if kind is float:
+        return ir.AttrFloat32(name, value)
+    if kind is list and value and all(type(one) is int for one in value):
+        return ir.AttrInt64s(name, value)
+    return value
 
 
 def _key(node: ir.Node) -> Hashable | None:
