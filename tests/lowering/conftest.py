@@ -148,7 +148,7 @@ def _lower() -> Callable[..., Lowered]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[int]]]:
-    """Makes a pass count what it returns: `counted("index_rows", row_indices.index_rows, joint, regions)`, with the modules that call it."""
+    """Makes a pass count what it returns: `counted("index_rows", row_indices.index_rows, simplify, regions)`, with the modules that call it."""
 
     def count(name: str, run: Callable[..., int], *modules: Any) -> list[int]:
         counts: list[int] = []

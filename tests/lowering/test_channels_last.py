@@ -14,8 +14,7 @@ from behaviours.check import compiled, on_ort, same_gradients, same_tree, single
 from default_device import ON_CPU, seeded
 from torch import Tensor, nn
 
-from ort_backend import joint
-from ort_backend.lowering import registry
+from ort_backend.lowering import registry, simplify
 from ort_backend.lowering.kernels.channels_last import CONVOLUTION, CONVOLUTION_BACKWARD, to_first, to_last
 from ort_backend.lowering.passes import channels_last
 
@@ -25,7 +24,7 @@ pytestmark = single_session
 @pytest.fixture(name="written")
 def _written(counted: Callable[..., list[int]]) -> list[int]:
     """How many nodes each run of the pass wrote anew."""
-    return counted("put_channels_last", channels_last.put_channels_last, joint)
+    return counted("put_channels_last", channels_last.put_channels_last, simplify)
 
 
 class _Tokens(nn.Module):

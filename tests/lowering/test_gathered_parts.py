@@ -12,7 +12,8 @@ from default_device import seeded
 from ops.harness import trace
 from torch import Tensor, nn
 
-from ort_backend import joint, regions
+from ort_backend import regions
+from ort_backend.lowering import simplify
 from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.runtime import capabilities
 
@@ -24,7 +25,7 @@ X = torch.randn(3, 4, 6, generator=seeded(0))
 @pytest.fixture(name="gathered")
 def _gathered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many tensors' parts were gathered, for each graph."""
-    module: Any = joint if capabilities.has_training() else regions
+    module: Any = simplify if capabilities.has_training() else regions
     found, gather = list[int](), module.gather_parts
 
     def counted(graph: Any) -> int:

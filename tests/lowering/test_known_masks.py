@@ -13,7 +13,8 @@ from default_device import ON_CPU
 from torch import nn, randn
 from torch.nn import functional as F
 
-from ort_backend import joint, min_cut, regions
+from ort_backend import min_cut, regions
+from ort_backend.lowering import simplify
 from ort_backend.lowering.passes import known_masks
 
 LENGTH = 12
@@ -25,7 +26,7 @@ def _dropped(counted: Callable[..., list[int]]) -> Iterator[list[int]]:
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "erase_node")
-        yield counted("drop_known_masks", known_masks.drop_known_masks, joint, regions, min_cut)
+        yield counted("drop_known_masks", known_masks.drop_known_masks, simplify, regions, min_cut)
     torch._dynamo.reset()
 
 

@@ -12,7 +12,8 @@ from behaviours.check import call, same_as_eager
 from default_device import DEVICE
 from torch import Tensor, nn
 
-from ort_backend import joint, min_cut, regions
+from ort_backend import min_cut, regions
+from ort_backend.lowering import simplify
 from ort_backend.lowering.ops.rotary_embedding import KERNEL, ROTARY_EMBEDDING
 from ort_backend.lowering.passes import rotary_embeddings
 from ort_backend.target import OrtTarget
@@ -65,7 +66,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.append(original(graph, dataclasses.replace(target, training=False)))
         return found[-1]
 
-    for module in (joint, min_cut, regions):
+    for module in (simplify, min_cut, regions):
         monkeypatch.setattr(module, "fuse_rotary_embeddings", fuse)
     yield found
     torch._dynamo.reset()

@@ -10,7 +10,8 @@ import torch
 from behaviours.check import compiled, same_gradients, same_tree, twin
 from default_device import seeded
 
-from ort_backend import joint, regions
+from ort_backend import regions
+from ort_backend.lowering import simplify
 from ort_backend.lowering.passes import row_indices
 
 ROWS = torch.tensor([3, 0, 3, 1, 1, 3])  # of the six rows of X; row 2 of what they go to gets none
@@ -20,7 +21,7 @@ X = torch.randn(6, 4, generator=seeded(0))
 @pytest.fixture(name="rewritten")
 def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
     """How many nodes each run of the pass rewrote."""
-    return counted("index_rows", row_indices.index_rows, joint, regions)
+    return counted("index_rows", row_indices.index_rows, simplify, regions)
 
 
 def _as(x: torch.Tensor, rows: torch.Tensor = ROWS) -> torch.Tensor:

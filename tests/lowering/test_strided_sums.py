@@ -12,7 +12,8 @@ from behaviours.check import compiled, same_gradients, same_tree, twin
 from default_device import seeded
 from ops.harness import check
 
-from ort_backend import joint, regions
+from ort_backend import regions
+from ort_backend.lowering import simplify
 from ort_backend.lowering.passes import strided_sums
 from ort_backend.lowering.strides import in_blocks
 
@@ -35,7 +36,7 @@ SINGLE: dict[str, Strided] = {
 @pytest.fixture(name="rewritten")
 def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
     """How many sums each run of the pass rewrote."""
-    return counted("add_blocks", strided_sums.add_blocks, joint, regions)
+    return counted("add_blocks", strided_sums.add_blocks, simplify, regions)
 
 
 def _step(strided: Strided, make: Callable[..., Any] = lambda function: function) -> list[Any]:
