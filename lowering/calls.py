@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ from ort_backend.lowering.complex_numbers import (
 )
 from ort_backend.lowering.constants import as_bool, constant
 from ort_backend.lowering.dtypes import carrier, compute_dtype, to_ir, to_torch
+from ort_backend.lowering.fx_nodes import values_read
 from ort_backend.lowering.lowered import FaultyLowering
 from ort_backend.lowering.promotion import check_storage, promoted_dtype
 from ort_backend.lowering.provenance import operator_name, user_line
@@ -128,9 +128,8 @@ class Calls:
             results = [results] if isinstance(results, (ir.Value, Complex)) else list(results)
             if len(results) != len(fake):
                 raise _Returned(f"{len(results)} results instead of {len(fake)}")
-            read = {user.args[1] if user.target is operator.getitem else None for user in node.users}
-            pairs = enumerate(zip(results, fake))
-            return [None if value is None else self._result(value, one, is_read=i in read or None in read) for i, (value, one) in pairs]
+            triples = zip(results, fake, values_read(node, len(fake)))
+            return [None if value is None else self._result(value, one, is_read=is_read) for value, one, is_read in triples]
         return self._result(results, fake)
 
     def _result(self, value: Any, fake: Any, *, is_read: bool = True) -> Any:

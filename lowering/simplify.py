@@ -32,14 +32,8 @@ def simplify(graph: fx.Graph, target: OrtTarget, *, everywhere: bool = False) ->
         target: What it is lowered for.
         everywhere: Whether it may be a backward without its forward.
     """
-    mark_effects(graph)
     read_rows_at_their_source(graph)
-    correct_statistics(graph)
-    settle_zeros(graph)
-    keep_sums_wide(graph)
-    drop_relayouts(graph)
-    transform_back(graph)
-    simplify_linear_gradients(graph)
+    settle(graph)
     put_channels_last(graph, target)
     mark_gradients(graph, everywhere=everywhere)
     select_gradients(graph, lambda node: faster_in_pytorch(node, target) is not None)
@@ -49,3 +43,14 @@ def simplify(graph: fx.Graph, target: OrtTarget, *, everywhere: bool = False) ->
     index_rows(graph)
     add_blocks(graph)
     gather_parts(graph)
+
+
+def settle(graph: fx.Graph) -> None:
+    """Runs those that come first whatever the graph is lowered for, in place."""
+    mark_effects(graph)
+    correct_statistics(graph)
+    settle_zeros(graph)
+    keep_sums_wide(graph)
+    drop_relayouts(graph)
+    transform_back(graph)
+    simplify_linear_gradients(graph)

@@ -28,29 +28,24 @@ from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outsid
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
-from ort_backend.lowering.passes.effects import drop_unread, mark_effects
+from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
 from ort_backend.lowering.passes.gathered_parts import gather_parts
 from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
-from ort_backend.lowering.passes.linear_gradients import simplify_linear_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import is_number_check, join_number_checks
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.read_parts import read_parts
-from ort_backend.lowering.passes.real_transforms import transform_back
-from ort_backend.lowering.passes.relayouts import drop_relayouts
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.row_indices import index_rows
 from ort_backend.lowering.passes.selected_gradients import mark_gradients, select_gradients
-from ort_backend.lowering.passes.signed_zeros import settle_zeros
-from ort_backend.lowering.passes.statistics import correct_statistics
 from ort_backend.lowering.passes.strided_sums import add_blocks
 from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
-from ort_backend.lowering.passes.widened_sums import keep_sums_wide
 from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.provenance import operator_name, user_line
+from ort_backend.lowering.simplify import settle
 from ort_backend.lowering.sizes import evaluator
 from ort_backend.lowering.splitting.eager_nodes import evaluation, function_backward
 from ort_backend.lowering.splitting.partition import dependencies, root
@@ -84,13 +79,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         LoweringError: `strict` is set and a node does not run on ONNX Runtime.
     """
     graph = module.graph
-    mark_effects(graph)
-    correct_statistics(graph)
-    settle_zeros(graph)
-    keep_sums_wide(graph)
-    drop_relayouts(graph)
-    transform_back(graph)
-    simplify_linear_gradients(graph)
+    settle(graph)
     if not is_half:  # else `split` has
         fuse_cross_entropy(graph, half=False)
         mark_gradients(graph, everywhere=True)

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 # In a node's metadata: that zeros are to be selected there.
 SELECTS = "ort_training_selects"
 
+_HALF = 2  # bytes
 _WIDER = torch.ops.prims.convert_element_type.default
 
 
@@ -34,8 +35,6 @@ def _unrounded(add: Callable[..., fx.Node], x: fx.Node) -> fx.Node:
     """`x` so that a comparison does not round the number beside it to half precision: PyTorch's gradient of a threshold compares in float32."""
     return add(_WIDER, x, torch.float32) if x.meta["val"].dtype.itemsize == _HALF else x
 
-
-_HALF = 2  # bytes
 
 # Each with a writer of where it is flat, of its arguments behind the gradient. The number beside what shrinks PyTorch does round.
 _FLAT: dict[Any, Callable[..., fx.Node]] = {

@@ -11,7 +11,6 @@ from behaviours.check import compiled, same_tree
 from default_device import ON_CPU, seeded
 from torch import Tensor
 
-from ort_backend import regions
 from ort_backend.lowering import simplify
 from ort_backend.lowering.passes import real_transforms
 
@@ -52,7 +51,7 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.fixture(name="rewritten")
 def _rewritten(counted: Callable[..., list[int]]) -> list[int]:
     """How many gradients each run of the pass rewrote."""
-    return counted("transform_back", real_transforms.transform_back, simplify, regions)
+    return counted("transform_back", real_transforms.transform_back, simplify)
 
 
 def _step(size: tuple[int, ...], transform: Callable[[Tensor], Any], make: Callable[..., Any] = lambda function: function) -> list[Tensor]:
