@@ -15,6 +15,7 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import control_flow, registry, torchlib
+from ort_backend.lowering.border import Border
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.calls_on_device.device_calls import rewrite_calls
@@ -33,17 +34,15 @@ from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, IN_PLACE_WRITES
 from ort_backend.lowering.lowered import LoweredGraph, NotOnOrt, Outside
-from ort_backend.lowering.memory_order import READS_STRIDES, entering_order, reads_other_memory
-from ort_backend.lowering.ops.ordering import behind
+from ort_backend.lowering.memory_order import READS_STRIDES, reads_other_memory
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
 from ort_backend.lowering.passes.host_values import is_about_sizes, keep_on_host
 from ort_backend.lowering.passes.number_checks import is_number_check
-from ort_backend.lowering.permuting import inverse, permutation_of, permuted
 from ort_backend.lowering.provenance import Provenance, at, newest, operator_name, user_line
 from ort_backend.lowering.python_op import MS, PythonCall, ordered, waited, write_python_op
 from ort_backend.lowering.registry import Unsupported
 from ort_backend.lowering.splitting.partition import is_collective, is_random
-from ort_backend.lowering.splitting.saved import behind_yield, kept_bytes
+from ort_backend.lowering.splitting.saved import kept_bytes
 from ort_backend.lowering.symbolic import with_sign
 from ort_backend.lowering.symbolic_numbers import SymbolicNumbers, is_symbolic_number
 from ort_backend.lowering.tracing.mutable_operators import FUNCTIONALIZED, on_placed_bases, places_of_bases
@@ -81,7 +80,7 @@ BEHIND = Behind()
 _BEHIND_THE_SESSION: dict[Any, str] = {ADD_ROWS: IN_PLACE, **dict.fromkeys(IN_PLACE_WRITES, IN_ARGUMENT)}
 
 
-class GraphLowering:
+class GraphLowering(Border):
     """Writes one ONNX graph, FX node by FX node."""
 
     def __init__(self, target: OrtTarget, name: str, *, strict: bool = False) -> None:
@@ -99,29 +98,7 @@ class GraphLowering:
         self._functions = FunctionWriter(self.op)
         self._random_order: ir.Value | None = None
 
-    # -- inputs and outputs
-
-    def add_input(self, node: fx.Node, name: str) -> ir.Value:
-        """A graph input for a placeholder: a tensor's carrier, in its `entering_order`, or an int64 scalar for a symbolic integer.
-
-        For a device it comes as the shape of a tensor without elements, as what is worked out from shapes stays on the host: n as (n, 0, 0), or
-        (0, -n, 0) if it is negative.
-        """
-        if self.target.sizes_on_host and isinstance(node.meta["val"], torch.SymInt):
-            carried_by = self.op.builder.input(name, ir.DataType.UINT8, ir.Shape([None, None, 0]))
-            difference = self.op.Sub(self.op.Shape(carried_by, start=0, end=1), self.op.Shape(carried_by, start=1, end=2))
-            value = self._calls.stamp(self.op.Squeeze(difference, constant(self.op, [0], ir.DataType.INT64)), node.meta["val"])
-            self.bind(node, value)
-            return value
-        dtype, shape = self._calls.type_of(node.meta["val"])
-        shape = ir.Shape([None] * len(shape)) if "loose" in node.meta else shape
-        order = entering_order(node.meta["val"])
-        if order is None:
-            value = self.op.builder.input(name, dtype, shape)
-        else:
-            value = permuted(self.op, self.op.builder.input(name, dtype, ir.Shape([shape[d] for d in order])), inverse(order))
-        self.bind(node, value)
-        return value
+    # -- values of nodes
 
     def bind(self, node: fx.Node, value: Any) -> None:
         """Says that `node`'s value is `value`. Of a loose tangent (`passes.tangents`) the sizes are not known: they may all be 1."""
@@ -132,64 +109,10 @@ class GraphLowering:
             self._symbols.remember(fake, value)
         self.env[node] = with_sign(value, fake)
 
-    def add_output(self, value: ir.Value) -> None:
-        """A graph output. `value` may not be a graph input nor an output already: ask `fresh` for a copy of such a value."""
-        self.op.builder.add_output(value, value.name)
-
-    def fresh(self, value: ir.Value, fake: Any) -> ir.Value:
-        """A copy of `value`."""
-        return self._calls.stamp(self.op.Identity(value), fake)
-
-    def transpose(self, value: ir.Value, permutation: Sequence[int]) -> ir.Value:
-        """`value` with its dimensions permuted."""
-        made = permuted(self.op, value, permutation)
-        if permutation_of(made) is not None:
-            return made
-        # Two that cancel out are not left to ONNX Runtime: if nothing but a tangent is left, it cannot be fetched.
-        copy = self.op.Identity(made)
-        copy.type, copy.shape = made.type, made.shape
-        return copy
-
-    def dtype_of(self, node: fx.Node) -> ir.DataType:
-        """The dtype of the ONNX tensor that carries `node`'s value."""
-        return self._calls.type_of(node.meta["val"])[0]
-
-    def placeholder_of_dtype(self, node: fx.Node) -> ir.Value:
-        """Some 0-d value of `node`'s dtype."""
-        dtype = self.dtype_of(node)
-        made = self.op.Identity(constant(self.op, 0, dtype))
-        made.type, made.shape = ir.TensorType(dtype), ir.Shape([])
-        return made
-
-    def yield_op(self, outputs: Sequence[ir.Value], tangents: Sequence[fx.Node], non_differentiable: Sequence[int]) -> None:
-        """The node at which the forward stops: hands out `outputs`, takes in the `tangents` (one for each differentiable output)."""
-        made = self.op.YieldOp(
-            *outputs,
-            non_differentiable_outputs=ir.AttrInt64s("non_differentiable_outputs", list(non_differentiable)),
-            full_shape_outputs=ir.AttrInt64s("full_shape_outputs", []),
-            _domain=MS,
-            _version=1,
-            _outputs=len(tangents),
-        )
-        values = (made,) if isinstance(made, ir.Value) else made
-        for node, value in zip(tangents, values, strict=True):
-            value.name = node.name
-            self.bind(node, self._calls.stamp(value, node.meta["val"]))
-
     @property
     def last_python(self) -> ir.Value | None:
         """A value of the last node so far that runs Python, if there is one: what takes it waits for all of them."""
         return self._random_order
-
-    def after_yield(self, values: Sequence[ir.Value], fakes: Sequence[Any]) -> list[ir.Value]:
-        """The values, each computed behind the `YieldOp`, if there is one.
-
-        A gradient that depends on no tangent, such as zeros, would be computed in the forward, where `TrainingAgent` cannot fetch it.
-        """
-        tangents, late = behind_yield(self.graph)
-        if not tangents:
-            return list(values)
-        return [v if v in late else self._calls.stamp(behind(self.op, v, tangents[0]), fake) for v, fake in zip(values, fakes, strict=True)]
 
     def value(self, node: Any) -> Any:
         """The ONNX value (or Python constant) of an FX node; symbolic arithmetic is written when it is first asked for."""
@@ -268,7 +191,7 @@ class GraphLowering:
         if reason is None and (faster := faster_in_pytorch(node, self.target)) is not None:
             return self._by_python_op(node, faster, is_choice=True)
         if reason is None:
-            result, reason = control_flow.write(self, node) if node.target in control_flow.LOOPS else self._by_lowering(node)
+            result, reason = control_flow.write(self, node) if node.target in control_flow.CONTROL_FLOW else self._by_lowering(node)
             if reason is None:
                 return result
         return self._by_python_op(node, reason)

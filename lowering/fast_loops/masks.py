@@ -63,7 +63,7 @@ def dequantize_masks(op: Any, graph: ir.Graph, hints: Mapping[str, int | None]) 
 def _dequantize(op: Any, graph: ir.Graph, cast: ir.Node, mask: ir.Value, byte: ir.DataType) -> None:
     """By the factor that comes next, where there is one."""
     users = list(cast.outputs[0].uses())
-    if len(users) == 1 and users[0].node.op_type == "Mul" and not users[0].node.domain:
+    if len(users) == 1 and users[0].node.op_type == "Mul" and users[0].node.graph is graph and not users[0].node.domain:
         scaled = users[0].node
         factor = scaled.inputs[1 - users[0].idx]
         if factor is not None and factor.const_value is not None and factor.shape is not None and len(factor.shape) == 0:
@@ -81,7 +81,7 @@ def _count(op: Any, graph: ir.Graph, cast: ir.Node, mask: ir.Value, byte: ir.Dat
     """The sums of a mask in int64, where each is of few enough."""
     for use in list(cast.outputs[0].uses()):
         total = use.node
-        if total.op_type != "ReduceSum" or total.domain:
+        if total.op_type != "ReduceSum" or total.domain or total.graph is not graph:
             continue
         assert mask.shape is not None
         given = total.inputs[1] if len(total.inputs) > 1 else None

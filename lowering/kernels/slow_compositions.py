@@ -48,16 +48,18 @@ def is_slow(node: fx.Node, target: OrtTarget) -> bool:
     return slow_in_steps(node, target) or slow_as_products(node, target) or (slow_kernels_may_go(target) and is_volume_convolution(node))
 
 
-def is_slow_loop(node: fx.Node, target: OrtTarget) -> bool:
-    """Whether a node is a loop with something in its body that `is_slow`, or a convolution that PyTorch's kernel would run outside of one.
+def has_slow_body(node: fx.Node, target: OrtTarget) -> bool:
+    """Whether a node has bodies with something that `is_slow` in one, or a convolution that PyTorch's kernel would run outside of one.
 
-    Fewer dispatches at each step gain more than other kernels lose: steps of multilayer perceptrons, attention, state spaces took 0.6 to 0.9 of the
-    time of an eager loop as Scans and 1.9 to 3.1 by PyTorch, but those of 3 x 3 convolutions of 64 channels (8 images of 16 x 16) 1.56 and 1.2.
+    Fewer dispatches at each step of a loop gain more than other kernels lose: steps of multilayer perceptrons, attention, state spaces took 0.6 to
+    0.9 of the time of an eager loop as Scans and 1.9 to 3.1 by PyTorch, but those of 3 x 3 convolutions of 64 channels (8 images of 16 x 16) 1.56
+    and 1.2.
     """
-    body = attribute(node.args[0]) if isinstance(node.target, torch._ops.HigherOrderOperator) and node.args else None  # type: ignore[arg-type]
-    if not isinstance(body, fx.GraphModule):
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return False
-    return any(_is_slow_inside(one, target) or is_slow_loop(one, target) for one in body.graph.nodes)
+    bodies = [attribute(one) for one in node.args if isinstance(one, fx.Node) and one.op == "get_attr"]
+    inside = (one for body in bodies if isinstance(body, fx.GraphModule) for one in body.graph.nodes)
+    return any(_is_slow_inside(one, target) or has_slow_body(one, target) for one in inside)
 
 
 def _is_slow_inside(node: fx.Node, target: OrtTarget) -> bool:

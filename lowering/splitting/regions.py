@@ -18,12 +18,12 @@ from torch import fx
 
 from ort_backend.errors import LoweringError
 from ort_backend.lowering import symbolic
-from ort_backend.lowering.control_flow import LOOPS
+from ort_backend.lowering.control_flow import CONTROL_FLOW
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels import fused_attention
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
-from ort_backend.lowering.kernels.slow_compositions import is_slow, is_slow_loop
+from ort_backend.lowering.kernels.slow_compositions import has_slow_body, is_slow
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, WRITE_BACK
 from ort_backend.lowering.lowered import NotOnOrt
 from ort_backend.lowering.passes.effects import has_effect, is_dropped
@@ -199,7 +199,7 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
         return IN_PLACE
     if node.target is WRITE_BACK:
         return IN_ARGUMENT
-    return SLOWER if is_slow(node, target) or (node.target in LOOPS and is_slow_loop(node, target)) else None
+    return SLOWER if is_slow(node, target) or (node.target in CONTROL_FLOW and has_slow_body(node, target)) else None
 
 
 def _is_free(node: fx.Node) -> bool:
@@ -282,5 +282,5 @@ def _in_parts(steps: Sequence[Step], graph: fx.Graph, free: frozenset[fx.Node]) 
 
 
 def _is_small(step: Step) -> bool:
-    heavy = any(getattr(node.target, "overloadpacket", None) in _HEAVY or node.target in LOOPS for node in step.nodes)
+    heavy = any(getattr(node.target, "overloadpacket", None) in _HEAVY or node.target in CONTROL_FLOW for node in step.nodes)
     return not heavy and sum(not is_value(node) for node in step.nodes) < LEAST_NODES

@@ -1,4 +1,4 @@
-"""torch.cond and while_loop: whole, one PythonOp each in the forward and in the backward. scan and map: Scans of ONNX."""
+"""while_loop: one PythonOp in the forward and one in the backward. scan and map: Scans of ONNX."""
 
 from __future__ import annotations
 
@@ -26,37 +26,6 @@ def _input(training: bool, *size: int) -> torch.Tensor:
 
 def _others(dynamic: bool, training: bool, *size: int) -> list[Any]:
     return [(_input(training, *size),)] if dynamic else []
-
-
-@DYNAMIC
-@LIKE_TRAINING
-def test_cond(training: bool, dynamic: bool) -> None:
-    def branch(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x.sin() * x.shape[0], lambda x: x.relu() - 1, (x,)) * 2
-
-    check_training(branch, _input(training, 4, 6).abs(), dynamic=dynamic, outside=["cond"])
-    check_training(branch, -_input(training, 4, 6).abs(), dynamic=dynamic, others=_others(dynamic, training, 5, 7), outside=["cond"])
-
-
-@DYNAMIC
-def test_cond_with_parameters_of_both_branches(dynamic: bool) -> None:
-    def branch(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: x @ w, lambda x: (x @ v).tanh(), (x,))
-
-    for x in (torch.ones(4, 6), -torch.ones(4, 6)):
-        check_training(branch, x.requires_grad_(), needs_grad(6, 7), needs_grad(6, 7), dynamic=dynamic, outside=["cond"])
-
-
-def test_cond_of_several_results_and_a_nested_one() -> None:
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.max() > 1, lambda x: x + 1, lambda x: x * 3, (x,))
-
-    def branch(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.cond(x.sum() > 0, lambda x: (inner(x), x.sum()), lambda x: (x * 2, x.mean()), (x,))
-
-    check_training(branch, torch.ones(4, 6).requires_grad_(), outside=["cond"])
-    check_training(branch, (torch.ones(4, 6) * 2).requires_grad_(), outside=["cond"])
-    check_training(branch, (-torch.ones(4, 6)).requires_grad_(), outside=["cond"])
 
 
 @DYNAMIC
@@ -178,15 +147,3 @@ def test_what_the_backward_of_a_scan_reads_of_all_steps_is_not_kept_for_each() -
 
 def test_associative_scan_is_taken_apart() -> None:
     check_training(lambda rows: associative_scan(lambda a, b: a * b, rows, 0, combine_mode="generic"), torch.randn(5, 3))
-
-
-@single_session
-def test_one_node_each_way() -> None:
-    torch._dynamo.reset()
-    graph_report.clear()
-    x = needs_grad(4, 6)
-    compiled = torch.compile(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,)).exp(), backend="ort_training")
-    compiled(x).sum().backward()
-    (graph,) = graph_report.report().graphs
-    assert {one.operator for one in graph.outside} == {"cond"} and graph.python_ops == 2
-    assert graph.onnx_nodes > 4
