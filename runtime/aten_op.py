@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime.python_op import Call, current_fence, keep_error
+from ort_backend.runtime.callbacks import callback, keep_error
+from ort_backend.runtime.python_op import Call, current_fence
 from ort_backend.runtime.result_memory import memory
 
 _from_dlpack = torch._C._from_dlpack
@@ -73,10 +74,10 @@ def _execute(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: i
         _give([made[i] for i in range(outputs)], results)
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         keep_error(error)
-        _refuse(outputs, results)
+        _refuse(name, overload, inputs, tensors, outputs, results)
 
 
-def _refuse(outputs: int, results: int) -> None:
+def _refuse(name: bytes, overload: bytes, inputs: int, tensors: int, outputs: int, results: int) -> None:
     """Lets ONNX Runtime end the run: the kernel cannot be told of an error, but takes contiguous tensors only."""
     _give([torch.empty(2, 2, device="cpu").t()] * outputs, results)
 
@@ -97,5 +98,5 @@ def _install() -> None:
     """Hands the functions to ONNX Runtime, once per process."""
     if not _installed:
         _callables[b"sum"] = _sum
-        _installed.extend((_IsOnCpu(_is_on_cpu), _Execute(_execute)))
+        _installed.extend((_IsOnCpu(_is_on_cpu), callback(_Execute, _execute, _refuse)))
         C.register_aten_op_executor(*(str(ctypes.cast(one, c_void_p).value) for one in _installed))

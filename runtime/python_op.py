@@ -21,6 +21,7 @@ import torch
 from onnxruntime.capi import _pybind_state as C
 
 from ort_backend.errors import OrtBackendError
+from ort_backend.runtime.callbacks import callback, keep_error
 from ort_backend.runtime.cuda import Fence
 from ort_backend.runtime.result_memory import memory
 from ort_backend.target import RELEASE
@@ -41,8 +42,6 @@ _incref.argtypes = [py_object]
 class _State(threading.local):
     """Of this thread."""
 
-    # The exception raised inside a callable: it cannot cross C++, so it waits here until the run returns.
-    error: BaseException | None = None
     # What the run that is under way keeps for its backward.
     run: RunState | None = None
     # How many callables are under way, one inside the other.
@@ -52,17 +51,6 @@ class _State(threading.local):
 
 
 _state = _State()
-
-
-def take_error() -> BaseException | None:
-    """The exception that a callable raised during the run that just ended on this thread, if any; forgets it."""
-    error, _state.error = _state.error, None
-    return error
-
-
-def keep_error(error: BaseException) -> None:
-    """Keeps what a callable raised until the run on this thread returns."""
-    _state.error = error
 
 
 def inside() -> bool:
@@ -186,24 +174,29 @@ def _backward_of(call: Any) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
 
 
 def _run_forward(
-    result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
+    result: int, name: int, entry: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
 ) -> int:
     """The forward runner. Its first result is the autograd context: none, since what belongs to a run is kept with the run.
 
     ONNX Runtime drops a reference to the context twice: behind the node, and when the context is given up (1.19.2).
     """
     _incref(None)
-    return _give(result, _results(callback, args, [None]))
+    return _run(result, entry, args, [None])
 
 
 def _run_backward(
-    result: int, name: int, callback: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
+    result: int, name: int, entry: int, requires_grad: int, flags: int, training: bool, inplace: int, id_: int, safe: bool, args: int
 ) -> int:
     """The backward runner."""
-    return _give(result, _results(callback, args, []))
+    return _run(result, entry, args, [])
 
 
-def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
+def _refuse(result: int, *_: Any) -> None:
+    """No result at all: ONNX Runtime ends the run."""
+    _give(result, [])
+
+
+def _run(result: int, entry: int, args: int, values: list[Any]) -> int:
     state = _state
     state.depth += 1
     try:
@@ -212,14 +205,14 @@ def _results(callback: int, args: int, values: list[Any]) -> list[Any]:
         objects = list((py_object * ((end - begin) // 8)).from_address(begin)) if end else []
         if state.fence is not None:
             state.fence.to_torch()
-        for tensor in _entries[callback].run(objects):
+        for tensor in _entries[entry].run(objects):
             values.append(_to_dlpack(tensor))
         if state.fence is not None:
             state.fence.to_onnxruntime()
-        return values
+        return _give(result, values)
     except BaseException as error:  # noqa: BLE001 - anything may be raised, KeyboardInterrupt too, and nothing may cross the C++ frames
         keep_error(error)
-        return []
+        return _give(result, [])
     finally:
         state.depth -= 1
 
@@ -248,7 +241,7 @@ _installed: list[Any] = []
 def _install() -> None:
     """Hands the runners to ONNX Runtime, once per process."""
     if not _installed:
-        _installed.extend((_Runner(_run_forward), _Runner(_run_backward)))
+        _installed.extend(callback(_Runner, function, _refuse) for function in (_run_forward, _run_backward))
         C.register_forward_runner(ctypes.cast(_installed[0], c_void_p).value)
         C.register_backward_runner(ctypes.cast(_installed[1], c_void_p).value)
         # ONNX Runtime itself gives up the context behind a node for a backward; there is nothing else to do.

@@ -20,11 +20,12 @@ from onnxruntime.capi import _pybind_state as C
 from ort_backend.errors import OptionError, OutOfMemoryError, OutOfRangeError, SessionError
 from ort_backend.runtime import arena, cuda, denormals, layer_norm, out_of_memory, out_of_range, profiling, square_root
 from ort_backend.runtime.aten_op import AtenRegistration
+from ort_backend.runtime.callbacks import take_error, watch
 from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libraries
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.idle_optimizers import idle_optimizers
 from ort_backend.runtime.late_frees import frees_late
-from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running, take_error
+from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running
 from ort_backend.runtime.result_memory import memory
 from ort_backend.runtime.triton_op import TritonRegistration
 from ort_backend.target import ATEN, TRITON
@@ -259,6 +260,8 @@ class Session:
 
     def running(self, state: RunState | None = None) -> contextlib.AbstractContextManager[None]:
         """To be around every run; `state` takes what Python nodes keep for the backward."""
+        if self._registrations:
+            watch()
         if not self.on_cuda:
             if self.has_python_ops:
                 return running(state)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from onnxruntime.capi import _pybind_state as C
 
-from ort_backend.runtime.python_op import Call, current_fence, keep_error
+from ort_backend.runtime.callbacks import keep_error
+from ort_backend.runtime.python_op import Call, current_fence
 from ort_backend.runtime.result_memory import memory
 
 _from_dlpack = torch._C._from_dlpack
