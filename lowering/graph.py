@@ -26,7 +26,7 @@ from ort_backend.lowering.fast_loops import use_fast_loops
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.functions.function_op import FunctionWriter
 from ort_backend.lowering.fx_nodes import attribute, nodes_in
-from ort_backend.lowering.kernels import cudnn, dense_products, faster_calls, fused_attention, onednn
+from ort_backend.lowering.kernels import cudnn, dense_products, faster_calls, fused_attention, onednn, optimizer_steps
 from ort_backend.lowering.kernels.casts import give_casts_away
 from ort_backend.lowering.kernels.empty_tensors import not_for_empty
 from ort_backend.lowering.kernels.flex_attention import FLEX_BACKWARD, backward_of
@@ -77,7 +77,11 @@ class Behind:
 BEHIND = Behind()
 
 # What writes where a tensor lies -> how the report puts it.
-_BEHIND_THE_SESSION: dict[Any, str] = {ADD_ROWS: IN_PLACE, **dict.fromkeys(IN_PLACE_WRITES, IN_ARGUMENT)}
+_BEHIND_THE_SESSION: dict[Any, str] = {
+    ADD_ROWS: IN_PLACE,
+    **dict.fromkeys(IN_PLACE_WRITES, IN_ARGUMENT),
+    **dict.fromkeys(optimizer_steps.IMPLEMENTATIONS, optimizer_steps.IN_PARAMETERS),
+}
 
 
 class GraphLowering(Border):
@@ -93,6 +97,7 @@ class GraphLowering(Border):
         self.python_calls: list[PythonCall] = []
         self.outside: list[Outside] = []
         self._lowered = 0
+        self._behind_session = 0
         self._calls = Calls(self.op, target)
         self._symbols = SymbolicNumbers(self.op, self.graph, self._calls)
         self._functions = FunctionWriter(self.op)
@@ -155,7 +160,8 @@ class GraphLowering(Border):
         kept = kept_bytes(self.graph, self._builder.hints)
         functions = self._functions.calls
         calls, names = (*self.python_calls, *functions), tuple(call.title for call in functions)
-        return LoweredGraph(model, calls, tuple(self.outside), self._lowered, len(self.graph) + merged, kept, names)
+        nodes = len(self.graph) + merged + self._behind_session
+        return LoweredGraph(model, calls, tuple(self.outside), self._lowered, nodes, kept, names)
 
     # -- nodes
 
@@ -261,6 +267,7 @@ class GraphLowering(Border):
         if self.strict:
             raise NotOnOrt(title, reason, where)
         self.outside.append(Outside(title, reason, where, is_choice=is_choice))
+        self._behind_session += 1
         return BEHIND
 
     def _not_native(self, node: fx.Node) -> str | None:

@@ -30,6 +30,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.input_gradients import split_input_gradients
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import join_number_checks
+from ort_backend.lowering.passes.optimizer_steps import fuse_optimizer_steps
 from ort_backend.lowering.passes.part_writes import join_writes, parts_read
 from ort_backend.lowering.passes.probabilities import keep_probabilities
 from ort_backend.lowering.passes.products import choose_products
@@ -147,6 +148,7 @@ def lower_inference(
     if not strict:
         join_number_checks(graph)
         write_back_parts(graph, target, inside=True)
+        fuse_optimizer_steps(graph, target)
     read_parts(graph)
     join_writes(graph, target)
     move_pairs(graph, target)

@@ -22,6 +22,7 @@ from ort_backend.lowering.functions.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels.fused_attention import REASON as FUSED
 from ort_backend.lowering.kernels.kernel_choice import far_faster_in_pytorch
+from ort_backend.lowering.kernels.optimizer_steps import IN_PARAMETERS
 from ort_backend.lowering.kernels.row_sums import IN_PLACE
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
@@ -35,6 +36,7 @@ from ort_backend.lowering.passes.hoist_random import hoist
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.moved_pairs import move_pairs
 from ort_backend.lowering.passes.number_checks import is_number_check, join_number_checks
+from ort_backend.lowering.passes.optimizer_steps import fuse_optimizer_steps
 from ort_backend.lowering.passes.part_writes import join_writes
 from ort_backend.lowering.passes.read_parts import read_parts
 from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
@@ -97,6 +99,8 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         if not is_backward:  # whose forward has checked
             join_number_checks(graph)
         write_back_parts(graph, target, alone=True)
+        if not is_half:
+            fuse_optimizer_steps(graph, target, alone=True)
     join_writes(graph, target)
     move_pairs(graph, target)
     divide_tall_products(graph, target)
@@ -133,8 +137,12 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
     return RegionLowering(models, content, _Writer(graph, plan, regions, draws, first_session).plan())
 
 
+# Reasons for what ONNX Runtime could run as well.
+_CHOICES = (TOO_SMALL, SLOWER, FUSED, IN_PLACE, IN_ARGUMENT, IN_PARAMETERS)
+
+
 def _outside(node: fx.Node, reason: str) -> Outside:
-    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in (TOO_SMALL, SLOWER, FUSED, IN_PLACE, IN_ARGUMENT))
+    return Outside(operator_name(node.target), reason, user_line(node), is_choice=reason in _CHOICES)
 
 
 def _counts(node: fx.Node, reason: str) -> bool:

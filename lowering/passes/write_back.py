@@ -38,7 +38,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
         How many arguments are written to.
     """
     described = graph.output_node().meta.get("desc") or ()
-    if target.device_type != "cpu" or target.kernels == "onnxruntime" or any(map(_is_sparse, graph.nodes)):
+    if target.device_type != "cpu" or target.kernels == "onnxruntime" or any(map(is_sparse, graph.nodes)):
         return 0
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     written = {str(one.mutated_input): i for i, one in enumerate(described[:outputs]) if hasattr(one, "mutated_input")}
@@ -71,7 +71,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
     return count
 
 
-def _is_sparse(node: fx.Node) -> bool:
+def is_sparse(node: fx.Node) -> bool:
     """What is computed behind the session may read the argument, too."""
     leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)

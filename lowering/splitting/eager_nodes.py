@@ -11,7 +11,7 @@ from torch._prims_common import suggest_memory_format
 
 from ort_backend.lowering.functions.autograd_function import FORWARD, leave_backward, run_backward, run_forward
 from ort_backend.lowering.fx_nodes import attribute
-from ort_backend.lowering.kernels import faster_calls, fused_attention, onednn
+from ort_backend.lowering.kernels import faster_calls, fused_attention, onednn, optimizer_steps
 from ort_backend.lowering.kernels.flex_attention import FLEX_BACKWARD, backward_of
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, write_rows
 from ort_backend.lowering.kernels.write_back import WRITE_BACK, write_into
@@ -49,6 +49,7 @@ _REPLACED = {
     **onednn.IMPLEMENTATIONS,
     **faster_calls.IMPLEMENTATIONS,
     **fused_attention.IMPLEMENTATIONS,
+    **optimizer_steps.IMPLEMENTATIONS,
 }
 
 

@@ -21,7 +21,7 @@ from ort_backend.lowering import symbolic
 from ort_backend.lowering.control_flow import CONTROL_FLOW
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.graph import GraphLowering
-from ort_backend.lowering.kernels import fused_attention
+from ort_backend.lowering.kernels import fused_attention, optimizer_steps
 from ort_backend.lowering.kernels.row_sums import ADD_ROWS, IN_PLACE
 from ort_backend.lowering.kernels.slow_compositions import has_slow_body, is_slow
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT, WRITE_BACK
@@ -199,6 +199,8 @@ def _chosen(node: fx.Node, target: OrtTarget) -> str | None:
         return IN_PLACE
     if node.target is WRITE_BACK:
         return IN_ARGUMENT
+    if node.target in optimizer_steps.IMPLEMENTATIONS:
+        return optimizer_steps.IN_PARAMETERS
     return SLOWER if is_slow(node, target) or (node.target in CONTROL_FLOW and has_slow_body(node, target)) else None
 
 

@@ -1,0 +1,129 @@
+"""Compiled steps of PyTorch's optimizers: parameters and states are eager's, and one kernel takes all parameters of Adam, AdamW and SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ops.trained import BETWEEN_SESSIONS
+from torch import Tensor, nn
+
+from ort_backend import graph_report
+from ort_backend.lowering.passes import optimizer_rules
+
+FUSED = {
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "Adam-L2": lambda ps: torch.optim.Adam(ps, lr=0.01, weight_decay=0.1, maximize=True),
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=0.013, betas=(0.8, 0.95), eps=1e-5),
+    "AdamW-foreach": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
+    "AdamW-tensor": lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.01)),
+    "AdamW-groups": lambda ps: torch.optim.AdamW([{"params": ps[:1]}, {"params": ps[1:], "weight_decay": 0.0, "lr": 0.02}]),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.2),
+    "SGD-momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.2, maximize=True),
+    "SGD-nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True),
+    "SGD-tensor": lambda ps: torch.optim.SGD(ps, lr=torch.tensor(0.1), momentum=0.9),
+}
+OTHERS = {
+    "AdamW-amsgrad": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.9),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+}
+
+
+def _steps(make: Callable[[list[nn.Parameter]], Any], *, compiled: bool, dtype: torch.dtype = torch.float32, layout: bool = False) -> list[Tensor]:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(size, dtype=dtype)) for size in ((64, 64), (8, 4, 3, 3), (17,))]
+    if layout:
+        parameters[1] = nn.Parameter(parameters[1].detach().contiguous(memory_format=torch.channels_last))
+    optimizer = make(parameters)
+
+    def step() -> None:
+        optimizer.step()
+
+    run = torch.compile(step, backend="ort_training") if compiled else step
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, dtype=dtype)
+        run()
+    return [*(one.detach() for one in parameters), *(one for p in parameters for one in optimizer.state[p].values() if isinstance(one, Tensor))]
+
+
+def _compare(make: Callable[[list[nn.Parameter]], Any], **given: Any) -> set[str]:
+    torch._dynamo.reset()
+    graph_report.clear()
+    for mine, theirs in zip(_steps(make, compiled=True, **given), _steps(make, compiled=False, **given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=5e-6)
+        assert mine.stride() == theirs.stride()
+    assert graph_report.report().graphs
+    outside = (one for one in graph_report.report().graphs[-1].outside if one.reason not in BETWEEN_SESSIONS)
+    return {one.operator.split("::")[-1] for one in outside}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_one_kernel_takes_all_parameters(name: str) -> None:
+    assert _compare(FUSED[name]) == {"sgd_step" if name.startswith("SGD") else "adam_step"}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD-momentum"])
+def test_in_double_precision_and_with_parameters_in_another_order_of_memory(name: str) -> None:
+    _compare(FUSED[name], dtype=torch.float64, layout=True)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_rules_stay_operators(name: str) -> None:
+    assert not {"sgd_step", "adam_step"} & _compare(OTHERS[name])
+
+
+def test_what_else_a_program_makes_of_new_values() -> None:
+    """The norm of an update is read off the session, which computes it of the old values; a clipped gradient is one."""
+
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(80, 80))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+        def step() -> tuple[Tensor, Tensor]:
+            before = parameter.detach().clone()
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * (1 / parameter.grad.norm().clamp(min=1))
+            optimizer.step()
+            return (parameter.detach() - before).norm(), parameter.detach().sum()
+
+        results: list[Tensor] = []
+        compiled_step = torch.compile(step, backend="ort_training") if compiled else step
+        for _ in range(3):
+            parameter.grad = torch.randn(80, 80)
+            results += [*compiled_step(), parameter.detach().clone()]
+        return results
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-4)
+
+
+def test_averages_of_weights_are_averages() -> None:
+    average, source = torch.randn(80, 80), torch.randn(80, 80)
+    expected = average.clone().lerp_(source, 0.1)
+    torch._dynamo.reset()
+    graph_report.clear()
+    torch.compile(lambda a, s: a.lerp_(s, 0.1), backend="ort_training")(average, source)
+    torch.testing.assert_close(average, expected)
+    assert not graph_report.report().graphs[0].outside
+
+
+def test_a_rule_is_told_from_what_it_gives() -> None:
+    def adam(p: Tensor, g: Tensor, states: Any, t: Tensor, rate: Tensor, slip: float = 1.0) -> Any:
+        v, m = (0.98 * states[0] + 0.02 * g * g, 0.7 * states[1] + 0.3 * g)  # in this order
+        corrected = (m / (1 - 0.7 ** (t + 1))) / ((v / (1 - 0.98 ** (t + 1))).sqrt() + 1e-6)
+        return p - 0.0123456789 * corrected * slip - 0.0123456789 * 0.3 * p, (v, m)
+
+    rule = optimizer_rules.rule_of(adam, 2, counts=True, has_rate=False)
+    assert rule is not None and rule.order == (1, 0)
+    assert rule.settings == pytest.approx((0.0123456789, 0.7, 0.98, 0.3, 1e-6, True, False), rel=1e-9)
+
+    def other(p: Tensor, g: Tensor, states: Any, t: Tensor, rate: Tensor) -> Any:
+        return adam(p, g, states, t, rate, slip=1 + 1e-5 * float(t))
+
+    assert optimizer_rules.rule_of(other, 2, counts=True, has_rate=False) is None
