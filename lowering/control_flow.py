@@ -17,6 +17,7 @@ from torch import fx
 from ort_backend.errors import LoweringError
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.fast_loops import use_fast_loops
+from ort_backend.lowering.fast_loops.rewriting import are_named
 from ort_backend.lowering.fx_nodes import attribute, copied, values_read
 from ort_backend.lowering.kernels.slow_compositions import has_slow_body
 from ort_backend.lowering.microsoft import typed
@@ -102,8 +103,10 @@ def _reads(branch: Any, i: int) -> bool:
 
 
 def _alike(values: Sequence[Any], fake: Any, lowering: GraphLowering) -> ir.Value | None:
-    """One of the values that has the dtype and shape of a result."""
+    """One of the values that has the dtype and shape of a result, as far as these are known."""
     dtype, shape = lowering.type_of(fake)
+    if not are_named(shape):
+        return None
     return next((one for one in values if isinstance(one, ir.Value) and one.dtype == dtype and one.shape == shape), None)
 
 
