@@ -49,12 +49,14 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
         For how many parameters.
     """
     described = graph.output_node().meta.get("desc") or ()
-    if target.device_type != "cpu" or target.kernels == "onnxruntime" or any(map(is_sparse, graph.nodes)):
+    if target.device_type != "cpu" or target.kernels == "onnxruntime":
         return 0
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     places = {str(one.mutated_input): i for i, one in enumerate(described) if hasattr(one, "mutated_input")}
     arguments = {one: places[name] for one in graph.find_nodes(op="placeholder") if (name := str(one.meta.get("desc"))) in places}
     new = {one: results[place] for one, place in arguments.items() if isinstance(results[place], fx.Node)}
+    if not new or any(map(is_sparse, graph.nodes)):  # what is made behind the session may read what is written to
+        return 0
     place_of = {node: i for i, node in enumerate(graph.nodes)}
     known: dict[Any, Rule | None] = {}
     found: list[tuple[_Step, Rule]] = []
