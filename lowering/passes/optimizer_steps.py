@@ -46,7 +46,7 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
         alone: Whether nothing else may read what the call writes to, as where it may run before the rest.
 
     Returns:
-        For how many parameters.
+        How many arguments it writes to.
     """
     described = graph.output_node().meta.get("desc") or ()
     if target.device_type != "cpu" or target.kernels == "onnxruntime":
@@ -62,7 +62,7 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
     found: list[tuple[_Step, Rule]] = []
     for argument in new:
         step = _step_of(argument, new, place_of)
-        if step is None or (alone and not _is_alone(step, new)):
+        if step is None or (alone and not _is_alone(step, new, results)):
             continue
         if not step.states and any(user.op != "output" for user in new[argument].users):  # a sum or an average that another rule reads
             continue
@@ -76,12 +76,14 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
     for step, rule in found:
         if step.parameter not in states:  # a momentum is what a parameter of another rule might be
             groups[rule.target, rule.settings, step.parameter.meta["val"].dtype, step.rate].append((step, rule))
-    replaced: dict[Any, fx.Node] = {}
+    replaced: dict[fx.Node, fx.Node] = {}
     for steps in groups.values():
         if sum(step.parameter.meta["val"].numel() for step, _ in steps) >= _LEAST:
             replaced |= _replacements(graph, steps, new)
+    for argument, value in replaced.items():
+        results[arguments[argument]] = value
     if replaced:
-        graph.output_node().args = (tuple(replaced.get(one, one) for one in results),)
+        graph.output_node().args = (tuple(results),)
         drop_unread(graph)
     return len(replaced)
 
@@ -170,11 +172,13 @@ def _counts(value: fx.Node, counter: fx.Node) -> bool:
     return value.target is aten.add.Tensor and value.args == (counter, 1) and not value.kwargs
 
 
-def _is_alone(step: _Step, new: Mapping[fx.Node, fx.Node]) -> bool:
+def _is_alone(step: _Step, new: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> bool:
     """Whether nothing else reads what the step writes to, nor what it computes on the way, but for the count of steps."""
+    owned = (step.parameter, *step.states)
     counted = None if step.counter is None else new[step.counter]
     computed = (node for node in step.nodes if node is not counted)
-    return all(user in step.nodes or user.op == "output" for one in (step.parameter, *step.states, *computed) for user in one.users)
+    is_read = any(user not in step.nodes and user.op != "output" for one in (*owned, *computed) for user in one.users)
+    return not is_read and sum(one in step.nodes and one is not counted for one in results) == len(owned)
 
 
 def _form(step: _Step, new: Mapping[fx.Node, fx.Node]) -> Any:
@@ -213,4 +217,4 @@ def _replacements(graph: fx.Graph, steps: Sequence[tuple[_Step, Rule]], new: Map
         )
     value = new[first.parameter]
     call.meta = {"val": first.parameter.meta["val"], "stack_trace": value.meta.get("stack_trace")}
-    return {**{new[one]: one for step, _ in steps for one in (step.parameter, *step.states)}, value: call}
+    return {**{one: one for step, _ in steps for one in (step.parameter, *step.states)}, first.parameter: call}

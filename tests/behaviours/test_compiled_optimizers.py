@@ -103,6 +103,26 @@ def test_what_else_a_program_makes_of_new_values() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-4)
 
 
+def test_another_argument_that_gets_the_same_value() -> None:
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        parameter, copy = nn.Parameter(torch.randn(80, 80)), torch.zeros(80, 80)
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+
+        def step() -> None:
+            optimizer.step()
+            copy.copy_(parameter.detach())
+
+        compiled_step = torch.compile(step, backend="ort_training") if compiled else step
+        for _ in range(3):
+            parameter.grad = torch.randn(80, 80)
+            compiled_step()
+        return [parameter.detach(), copy]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-5)
+
+
 def test_averages_of_weights_are_averages() -> None:
     average, source = torch.randn(80, 80), torch.randn(80, 80)
     expected = average.clone().lerp_(source, 0.1)
