@@ -125,9 +125,10 @@ def hardswish(op, self):
 @register(aten.hardswish_backward.default, promote="output")
 def hardswish_backward(op, grad_output, self):
     """hardswish_backward(Tensor grad_output, Tensor self) -> Tensor"""
-    # relu6(x + 3) / 6, and x / 6 more where that is not flat
+    # relu6(x + 3) / 6, and x / 6 more where that is not flat: the same less 1 / 2, which is finite where x is not
     inside = _mask(op, op.Less(op.Abs(self), scalar_like(op, 3.0, self)), grad_output)
-    return op.Mul(grad_output, op.Add(hardsigmoid(op, self), op.Mul(op.Mul(self, 1 / 6), inside)))
+    gate = hardsigmoid(op, self)
+    return op.Mul(grad_output, op.Add(gate, op.Mul(op.Sub(gate, scalar_like(op, 0.5, gate)), inside)))
 
 
 @register(aten.hardshrink.default, promote="inputs")  # `lambd` is rounded to half precision first, as in PyTorch

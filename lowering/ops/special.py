@@ -74,12 +74,14 @@ def _bessel(op: Any, x: ir.Value, near: Sequence[float], far: Sequence[float], s
     is_near = op.Less(size, border)
     ratio = op.Div(op.Min(size, border), border)
     small = _polynomial(op, op.Mul(ratio, ratio), near)
-    outside = op.Clip(size, border, scalar_like(op, torch.finfo(torch.float32).max, x))  # ONNX Runtime's root of infinity is NaN
-    large = op.Div(_polynomial(op, op.Div(border, outside), far), op.Sqrt(outside))
+    outside = op.Max(size, border)
     if scaled:
-        return op.Where(is_near, op.Mul(small, op.Exp(op.Neg(size))), large)
+        outside = op.Min(outside, scalar_like(op, torch.finfo(torch.float32).max, x))  # ONNX Runtime's root of infinity is NaN
+    large, root = _polynomial(op, op.Div(border, outside), far), op.Sqrt(outside)
+    if scaled:
+        return op.Where(is_near, op.Mul(small, op.Exp(op.Neg(size))), op.Div(large, root))
     half = op.Exp(op.Mul(outside, scalar_like(op, 0.5, x)))  # exp(x) alone overflows where the product does not
-    return op.Where(is_near, small, op.Mul(op.Mul(large, half), half))
+    return op.Where(is_near, small, op.Mul(op.Div(op.Mul(large, half), root), half))  # NaN at infinity, as in PyTorch
 
 
 @register(aten.i0.default, promote="output")

@@ -63,6 +63,12 @@ def test_what_is_steep_may_lie_outside(flat: Callable[[torch.Tensor], torch.Tens
                 torch.testing.assert_close(gradient, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_hardswish_of_infinity(dtype: torch.dtype) -> None:
+    x = torch.tensor([torch.inf, -torch.inf, 3.0, -3.0, 2.5, -1.5, 0.0, 1e30], dtype=dtype, requires_grad=True)
+    same_as_eager(F.hardswish, call(x), graphs=1, python_ops=None)
+
+
 @pytest.mark.skipif(not ON_CPU, reason="PyTorch's kernels for CUDA round other edges")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["threshold", "hardtanh", "hardshrink", "softshrink"])
