@@ -36,6 +36,8 @@ class Owner:
             self._hold(args[self._position])
 
     def _hold(self, parameter: torch.Tensor) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():  # by `torch.utils.swap_tensors`, which refuses what has weak references
+            return
         owner = weakref.ref(self)
 
         def died(reference: weakref.ref[torch.Tensor], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -157,6 +157,18 @@ def test_a_result_outlives_its_model() -> None:
     assert loss.item() == expected and float(weight.grad.abs().sum()) > 0
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_may_be_swapped_for_converted_ones(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.utils.swap_tensors` refuses a tensor that has weak references, as those that tell when a model dies."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model = nn.Linear(3, 2).requires_grad_(trains)
+    step = compiled(model)
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        x = torch.randn(4, 3, dtype=dtype)
+        torch.testing.assert_close(step(x), nn.functional.linear(x, model.weight, model.bias))
+
+
 def test_resetting_dynamo_frees_the_sessions() -> None:
     torch._dynamo.reset()
     before = {id(one) for one in alive(onnxruntime.InferenceSession)}
