@@ -126,6 +126,8 @@ def _scatter(op: Any, value: ir.Value, dim: int, index: ir.Value, updates: ir.Va
 
 def _updates(op: Any, src: ir.Value, index: ir.Value) -> ir.Value:
     """The part of `src` that `index` covers."""
+    if rank(index) == 0 and rank(src) == 1:
+        return op.Slice(src, int64s(op, [0]), int64s(op, [1]), int64s(op, [0]))
     if _empty(index) or rank(src) != rank(index):
         return src
     cut = [i for i in range(rank(index)) if dim_name(src, i) is None or dim_name(src, i) != dim_name(index, i)]

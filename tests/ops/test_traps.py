@@ -176,6 +176,22 @@ def test_equal_elements_are_sorted_as_in_eager() -> None:
     check(lambda x: torch.sort(x, stable=True), x)
 
 
+@pytest.mark.parametrize(
+    "scatter",
+    [
+        lambda x, i, s: x.scatter(0, i, s),
+        lambda x, i, s: x.scatter_add(0, i, s),
+        lambda x, i, s: x.scatter_reduce(0, i, s, "amax"),
+        lambda x, i, s: x.scatter_reduce(0, i, s, "mean", include_self=False),
+    ],
+)
+def test_one_place_without_dimensions_takes_the_first(scatter: Callable[..., torch.Tensor]) -> None:
+    def function(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return scatter(x, index, source.detach())  # whose gradient is an error of PyTorch's
+
+    assert check(function, torch.randn(4), torch.tensor(2), torch.randn(5)).python_ops == 0
+
+
 def test_means_in_scatter_reduce() -> None:
     index = torch.tensor([0, 1, 0, 2, 0])
     assert check(lambda x, i, s: x.scatter_reduce(0, i, s, "mean"), torch.randn(4), index, torch.randn(5)).python_ops == 0
