@@ -194,8 +194,6 @@ def _own(inner: GraphLowering, node: Any) -> ir.Value:
     value = inner.value(node) if isinstance(node, fx.Node) else node
     if not isinstance(value, ir.Value):
         raise Unsupported(f"it returns {node}, which is no tensor")
-    return (
-        value
-        if (maker := value.producer()) is not None and maker.graph is inner.graph and value not in inner.graph.outputs
-        else inner.fresh(value, node.meta["val"])
-    )
+    maker = value.producer()
+    is_own = maker is not None and maker.graph is inner.graph and value not in inner.graph.outputs
+    return value if is_own else inner.fresh(value, node.meta["val"])
