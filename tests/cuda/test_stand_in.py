@@ -98,7 +98,8 @@ import os
 ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0]).pretend_cuda()
 torch.cuda._lazy_init = lambda: None  # a tensor that arrives by DLPack
 from ort_backend.lowering.python_op import PythonCall
-from ort_backend.runtime.python_op import Registration, running, take_error
+from ort_backend.runtime.callbacks import take_error
+from ort_backend.runtime.python_op import Registration, running
 seen = []
 def function(tensor):
     seen.append((tensor.device.type, tuple(tensor.shape), tensor.data_ptr()))
@@ -138,7 +139,8 @@ import os
 ctypes.CDLL(os.environ["LD_PRELOAD"].split(":")[0]).pretend_cuda()
 torch.cuda._lazy_init = lambda: None  # a tensor that arrives by DLPack
 from ort_backend.lowering.python_op import PythonCall
-from ort_backend.runtime.python_op import ordering, take_error
+from ort_backend.runtime.callbacks import take_error
+from ort_backend.runtime.python_op import ordering
 from ort_backend.runtime.triton_op import TritonRegistration
 seen = []
 def function(tensor):
