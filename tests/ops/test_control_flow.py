@@ -13,6 +13,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_over
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch_version import TELLS_ALIASES, TORCH
 
 from ort_backend import graph_report
 
@@ -134,6 +135,7 @@ def test_map_with_what_all_rows_read(training: bool) -> None:
     check_training(lambda rows, w: map_over(lambda row, w: torch.softmax(row @ w, -1), rows, w), _input(training, 5, 3), _input(training, 3, 3))
 
 
+@pytest.mark.skipif(TORCH < TELLS_ALIASES, reason="PyTorch refuses it")
 def test_what_the_backward_of_a_scan_reads_of_all_steps_is_not_kept_for_each() -> None:
     """A weight of 4 MB in 8 steps: its transpose would be kept 8 times."""
     first, rows, w = torch.zeros(2, 1024), torch.randn(8, 2, 1024), (torch.randn(1024, 1024) / 32).requires_grad_()
