@@ -272,12 +272,11 @@ class _Compilation:
     def _regions(self, module: fx.GraphModule, part: str, first_session: int = 0) -> RegionLowering:
         with _imports():
             from ort_backend import regions
+        name = self.name + part
         if self.dump is not None and part:
-            self.dump.of(self.name + part).graph(module)
+            self.dump.of(name).graph(module)
         with self._phase("lowering"):
-            made = regions.lower(
-                *(module, self.target), strict=self.settings.strict, name=self.name + part, is_half=bool(part), first_session=first_session
-            )
+            made = regions.lower(module, self.target, strict=self.settings.strict, name=name, is_half=bool(part), first_session=first_session)
             rewritten = tuple(map(self._rewrite, made.regions))
         by_passes = sum(one.onnx_nodes for one in rewritten) - sum(one.onnx_nodes for one in made.regions)
         content = dataclasses.replace(made.content, onnx_nodes=made.content.onnx_nodes + by_passes)
