@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ort_backend.lowering.splitting.saved import behind_yield
 from ort_backend.target import OrtTarget
 
 
-class Border:
+class Border(abc.ABC):
     """The side of a `GraphLowering` that those who compile a graph see."""
 
     target: OrtTarget
@@ -27,9 +28,9 @@ class Border:
     op: Any
     _calls: Calls
 
+    @abc.abstractmethod
     def bind(self, node: fx.Node, value: Any) -> None:
         """Says that `node`'s value is `value`."""
-        raise NotImplementedError
 
     def add_input(self, node: fx.Node, name: str) -> ir.Value:
         """A graph input for a placeholder: a tensor's carrier, in its `entering_order`, or an int64 scalar for a symbolic integer.

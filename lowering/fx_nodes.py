@@ -97,6 +97,16 @@ def values_read(node: fx.Node, count: int) -> list[bool]:
     return [i in read or None in read for i in range(count)]
 
 
+def written_arguments(graph: fx.Graph, outputs: int | None = None) -> dict[fx.Node, int]:
+    """The placeholders that AOTAutograd writes to behind a graph, and at which of the first `outputs` results (None: all) their new values stand.
+
+    From its descriptors (there since torch 2.9).
+    """
+    described = (graph.output_node().meta.get("desc") or ())[:outputs]
+    places = {str(one.mutated_input): i for i, one in enumerate(described) if hasattr(one, "mutated_input")}
+    return {node: places[name] for node in graph.find_nodes(op="placeholder") if (name := str(node.meta.get("desc"))) in places}
+
+
 def attribute(node: fx.Node) -> Any:
     """What a `get_attr` node gets."""
     owner: Any = node.graph.owning_module

@@ -294,13 +294,6 @@ def tangent_outputs(graph: fx.Graph, outputs: int, tangents: Sequence[fx.Node]) 
     return tuple(names.index(name) for name in wanted) if all(name in names for name in wanted) else None
 
 
-def written(graph: fx.Graph, outputs: int) -> list[fx.Node]:
-    """The placeholders of a joint graph that AOTAutograd writes to behind the forward, from its descriptors (there since torch 2.9)."""
-    described = (graph.output_node().meta.get("desc") or ())[:outputs]
-    names = {str(one.mutated_input) for one in described if hasattr(one, "mutated_input")}
-    return [node for node in graph.nodes if node.op == "placeholder" and str(node.meta.get("desc")) in names]
-
-
 def device_of(node: fx.Node) -> torch.device:
     """The device of a node's tensor; the CPU for a number."""
     fake = node.meta["val"]

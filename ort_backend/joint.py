@@ -17,7 +17,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ort_backend import compiled_autograd
-from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs, written
+from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
+from ort_backend.lowering.fx_nodes import written_arguments
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels.part_writes import copy_of_parts
 from ort_backend.lowering.kernels.write_back import IMPLEMENTATIONS as WRITES_HERE
@@ -103,7 +104,7 @@ def lower_joint(
     keep_probabilities(graph, target)
     choose_products(graph, target)
     loosen_tangents(graph)
-    changing = written(graph, num_fwd_outputs)
+    changing = list(written_arguments(graph, num_fwd_outputs))
     partition = divide(graph, num_fwd_outputs, changing)
     lowering = GraphLowering(target, name, strict=strict)
     inputs = add_inputs(lowering, partition.primals, partition.draws, (*partition.forward, *partition.backward), partition.gradients)

@@ -13,7 +13,8 @@ from torch import fx
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import rand_ops
 
-from ort_backend.boundary import tangent_outputs, written
+from ort_backend.boundary import tangent_outputs
+from ort_backend.lowering.fx_nodes import written_arguments
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -49,7 +50,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     """AOTAutograd's min-cut partition of a joint graph for `target`; `rest` is what else AOTAutograd hands to its partition function."""
     tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
-    changing = {node.name for node in written(joint.graph, num_fwd_outputs)}
+    changing = {node.name for node in written_arguments(joint.graph, num_fwd_outputs)}
     correct_statistics(joint.graph)
     read_rows_at_their_source(joint.graph)
     drop_known_masks(joint.graph)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from ort_backend.lowering.fx_nodes import written_arguments
 from ort_backend.lowering.kernels.optimizer_steps import ADAM_STEP
 from ort_backend.lowering.memory_order import is_dense
 from ort_backend.lowering.passes.effects import drop_unread
@@ -48,12 +49,10 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
     Returns:
         How many arguments it writes to.
     """
-    described = graph.output_node().meta.get("desc") or ()
     if target.device_type != "cpu" or target.kernels == "onnxruntime":
         return 0
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    places = {str(one.mutated_input): i for i, one in enumerate(described) if hasattr(one, "mutated_input")}
-    arguments = {one: places[name] for one in graph.find_nodes(op="placeholder") if (name := str(one.meta.get("desc"))) in places}
+    arguments = written_arguments(graph)
     new = {one: results[place] for one, place in arguments.items() if isinstance(results[place], fx.Node)}
     if not new or any(map(is_sparse, graph.nodes)):  # what is made behind the session may read what is written to
         return 0
@@ -71,10 +70,11 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
             known[key] = rule_of(_update(step, new), len(step.states), counts=step.counter is not None, has_rate=step.rate is not None)
         if (rule := known[key]) is not None:
             found.append((step, rule))
-    states = {state for step, _ in found for state in step.states}
+    states = collections.Counter(state for step, _ in found for state in step.states)
     groups: dict[Any, list[tuple[_Step, Rule]]] = collections.defaultdict(list)
     for step, rule in found:
-        if step.parameter not in states:  # a momentum is what a parameter of another rule might be
+        # A momentum is what a parameter of another rule might be; one of two parameters is to be written to once.
+        if step.parameter not in states and all(states[one] == 1 for one in step.states):
             groups[rule.target, rule.settings, step.parameter.meta["val"].dtype, step.rate].append((step, rule))
     replaced: dict[fx.Node, fx.Node] = {}
     for steps in groups.values():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ort_backend.lowering.fx_nodes import arguments_of
+from ort_backend.lowering.fx_nodes import arguments_of, written_arguments
 from ort_backend.lowering.kernels.write_back import BY_INDEX, BY_INDEX_HERE, WRITE_BACK, WRITE_HERE
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.part_writes import LARGE, Write, is_for, write_of
@@ -41,8 +41,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
     if target.device_type != "cpu" or target.kernels == "onnxruntime" or any(map(is_sparse, graph.nodes)):
         return 0
     results: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    written = {str(one.mutated_input): i for i, one in enumerate(described[:outputs]) if hasattr(one, "mutated_input")}
-    arguments = {node: written[name] for node in graph.nodes if node.op == "placeholder" and (name := str(node.meta.get("desc"))) in written}
+    arguments = written_arguments(graph, outputs)
     count = 0
     for argument, place in arguments.items():
         value = results[place]
@@ -52,7 +51,7 @@ def write_back_parts(graph: fx.Graph, target: OrtTarget, outputs: int | None = N
             continue
         if is_followed and any(one is value and type(kind).__name__ == _SAVED for one, kind in zip(results, described, strict=False)):
             continue  # autograd has AOTAutograd write the argument to itself, behind the forward, and would notice
-        returned = [one for i, one in enumerate(results) if i not in written.values()]
+        returned = [one for i, one in enumerate(results) if i not in arguments.values()]
         if inside and _is_read(value, steps) and _may_be_written_inside(argument, steps, returned):
             value.replace_all_uses_with(_written_here(graph, argument, steps))
             results = list(graph.output_node().args[0])  # type: ignore[arg-type]

@@ -123,6 +123,25 @@ def test_another_argument_that_gets_the_same_value() -> None:
     torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-5)
 
 
+def test_a_momentum_of_two_parameters_is_written_to_once() -> None:
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        first, second, momentum, gradient = (torch.randn(80, 80) for _ in range(4))
+
+        def step() -> None:
+            momentum.mul_(0.9).add_(gradient)
+            first.sub_(0.1 * momentum)
+            second.sub_(0.2 * momentum)
+
+        compiled_step = torch.compile(step, backend="ort_training") if compiled else step
+        for _ in range(2):
+            compiled_step()
+        return [first, second, momentum]
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=1e-5)
+
+
 def test_averages_of_weights_are_averages() -> None:
     average, source = torch.randn(80, 80), torch.randn(80, 80)
     expected = average.clone().lerp_(source, 0.1)

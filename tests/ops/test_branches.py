@@ -152,3 +152,13 @@ def test_random_branches_draw_as_eager() -> None:
     got = torch.compile(branch, backend="ort_training", fullgraph=True)(x)
     torch.manual_seed(3)
     torch.testing.assert_close(got, x * torch.rand_like(x))
+
+
+def test_a_large_mask_that_a_branch_counts() -> None:
+    """What is written in another form where it is read stays as it is, where only a branch reads it."""
+
+    def branch(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cond(w[0] > 0, lambda x, above: above.sum() * 2, lambda x, above: above[0, 0].clone(), (x, (x > 1).to(torch.int64)))
+
+    for sign in (1, -1):
+        check_training(branch, torch.randn(512, 512), torch.full((2,), float(sign)))
