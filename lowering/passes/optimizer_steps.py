@@ -152,6 +152,8 @@ def _is_pointwise(node: fx.Node, fake: Tensor) -> bool:
     value, target = node.meta.get("val"), node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not isinstance(value, Tensor) or not value.is_floating_point():
         return False
+    if not all(isinstance(one.meta.get("val"), Tensor) for one in node.all_input_nodes):  # a number that is symbolic, say
+        return False
     if value.dim() and (value.shape != fake.shape or value.dtype != fake.dtype):
         return False
     return torch.Tag.pointwise in target.tags or target in _UNTAGGED or str(target) == "prims.fma.default"

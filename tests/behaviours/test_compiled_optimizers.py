@@ -166,3 +166,24 @@ def test_a_rule_is_told_from_what_it_gives() -> None:
         return adam(p, g, states, t, rate, slip=1 + 1e-5 * float(t))
 
     assert optimizer_rules.rule_of(other, 2, counts=True, has_rate=False) is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, x, n: b.add_(n),
+        lambda b, x, n: b.mul_(n).add_(x),
+        lambda b, x, n: b.copy_(torch.where(x > 0, b, x)),
+        lambda b, x, n: b.mul_(x[0, 0]),
+    ],
+)
+def test_other_writes_to_arguments(write: Callable[[Tensor, Tensor, int], Tensor]) -> None:
+    """With a number that is symbolic at the second compile."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda b, x, n: None if write(b, x, n) is None else None, backend="ort_training", fullgraph=True)
+    mine, theirs = torch.zeros(80, 80), torch.zeros(80, 80)
+    for number in (3, 4, 5):
+        x = torch.randn(80, 80)
+        compiled(mine, x, number)
+        write(theirs, x, number)
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
