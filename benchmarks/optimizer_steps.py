@@ -17,6 +17,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam": torch.optim.Adam,
     "SGD with momentum": lambda parameters, **options: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, **options),
     "RMSprop": torch.optim.RMSprop,
+    "NAdam": torch.optim.NAdam,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
 }
 # Column -> (backend, options of the optimizer)
 WAYS: dict[str, tuple[str | None, dict[str, Any]]] = {

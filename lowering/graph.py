@@ -84,6 +84,11 @@ _BEHIND_THE_SESSION: dict[Any, str] = {
 }
 
 
+def writes_behind(node: fx.Node) -> bool:
+    """Whether PyTorch runs the node behind the session, on what lies in memory then."""
+    return node.target in _BEHIND_THE_SESSION
+
+
 class GraphLowering(Border):
     """Writes one ONNX graph, FX node by FX node."""
 
@@ -259,7 +264,7 @@ class GraphLowering(Border):
     def _is_behind(self, node: fx.Node) -> bool:
         leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
         is_sparse = any(isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided for leaf in leaves)
-        return is_sparse or node.target in _BEHIND_THE_SESSION or any(self.is_behind(source) for source in node.all_input_nodes)
+        return is_sparse or writes_behind(node) or any(self.is_behind(source) for source in node.all_input_nodes)
 
     def _behind(self, node: fx.Node) -> Behind:
         title, where, is_choice = operator_name(node.target), user_line(node), node.target in _BEHIND_THE_SESSION

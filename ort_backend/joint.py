@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ort_backend import compiled_autograd
 from ort_backend.boundary import Results, add_inputs, add_outputs, device_of, input_of, tangent_outputs
 from ort_backend.lowering.fx_nodes import written_arguments
-from ort_backend.lowering.graph import GraphLowering
+from ort_backend.lowering.graph import GraphLowering, writes_behind
 from ort_backend.lowering.kernels.part_writes import copy_of_parts
 from ort_backend.lowering.kernels.write_back import IMPLEMENTATIONS as WRITES_HERE
 from ort_backend.lowering.kernels.write_back import written_argument
@@ -161,7 +161,7 @@ def lower_inference(
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
     results = list(graph.output_node().args[0])  # type: ignore[arg-type]
     lowering = GraphLowering(target, name, strict=strict)
-    inputs = add_inputs(lowering, primals, draws, calls, ())
+    inputs = add_inputs(lowering, primals, draws, [node for node in calls if not writes_behind(node)], ())
     lowering.run(calls)
     outputs, fetched = add_outputs(lowering, list(map(written_argument, results)), primals, views=True)
     for node in calls:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IN_PARAMETERS = "one kernel for the step of all parameters, where they lie"
+from ort_backend.lowering.kernels.pointwise_steps import POINTWISE_STEP, pointwise_step
+
+IN_PARAMETERS = "the step of all parameters in one call, where they lie"
 
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define(
@@ -82,7 +84,7 @@ def _lying_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Ten
     return [one if one.stride() == other.stride() else torch.empty_like(other).copy_(one) for one, other in pairs]
 
 
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ADAM_STEP: adam_step, SGD_STEP: sgd_step}
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ADAM_STEP: adam_step, SGD_STEP: sgd_step, POINTWISE_STEP: pointwise_step}
 
 
 def _fake(parameters: Sequence[Tensor], *_: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,10 +37,18 @@ def rule_of(update: Update, states: int, *, counts: bool, has_rate: bool) -> Rul
         counts: Whether the steps are counted.
         has_rate: Whether the learning rate is a tensor; else it is one of the settings.
     """
-    found = [_adam(update, order) for order in ((0, 1), (1, 0))] if counts and states == 2 else []
-    if not counts and states < 2:
-        found = [_sgd(update, nesterov) if states else _without_momentum(update) for nesterov in (False, True)[: 1 + states]]
-    for rule in found:
+    ways: list[Callable[[], Rule | None]] = []
+    if counts and states == 2:
+        ways = [functools.partial(_adam, update, order) for order in ((0, 1), (1, 0))]
+    elif not counts and states == 1:
+        ways = [functools.partial(_sgd, update, nesterov) for nesterov in (False, True)]
+    elif not counts and not states:
+        ways = [functools.partial(_without_momentum, update)]
+    for solve in ways:
+        try:
+            rule = solve()
+        except ZeroDivisionError:  # no settings give such numbers
+            continue
         if rule is not None and _holds(rule, update, states, has_rate=has_rate):
             return rule
     return None
