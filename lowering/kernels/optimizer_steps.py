@@ -20,13 +20,14 @@ IN_PARAMETERS = "the step of all parameters in one call, where they lie"
 _library = torch.library.Library("ort_training", "FRAGMENT")
 _library.define(
     "adam_step(Tensor[] parameters, Tensor[] gradients, Tensor[] averages, Tensor[] squares, Tensor[] steps, Tensor? rate_tensor, float rate, "
-    "float beta1, float beta2, float weight_decay, float eps, bool decoupled, bool maximize) -> Tensor"
+    "float beta1, float beta2, float weight_decay, float eps, bool decoupled, bool maximize, bool counts=False) -> Tensor"
 )
 _library.define(
     "sgd_step(Tensor[] parameters, Tensor[] gradients, Tensor[] momenta, Tensor? rate_tensor, float rate, float momentum, float dampening, "
     "float weight_decay, bool nesterov, bool maximize) -> Tensor"
 )
-# What they write to are arguments of the graph, or what a program makes of none; `steps` count from 1. The result is the first parameter.
+# What they write to are arguments of the graph, or what a program makes of none; `steps` count from 1, or it `counts`
+# and they are arguments, too, of steps that there were. The result is the first parameter.
 ADAM_STEP, SGD_STEP = torch.ops.ort_training.adam_step.default, torch.ops.ort_training.sgd_step.default
 
 
@@ -44,10 +45,13 @@ def adam_step(
     eps: float,
     decoupled: bool,
     maximize: bool,
+    counts: bool = False,
 ) -> Tensor:
     """What runs for `ADAM_STEP`."""
     kernel: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     with torch.no_grad():
+        if counts:
+            torch._foreach_add_(list(steps), 1)
         kernel(
             parameters, _lying_like(gradients, parameters), averages, squares, [], steps,
             lr=rate if rate_tensor is None else rate_tensor, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps, amsgrad=False,

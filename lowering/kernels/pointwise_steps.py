@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ class _Kernel(NamedTuple):
     run: Callable[..., Any]  # of the tensors of one parameter, in the order w, r, t, s, n
     widths: tuple[int, int, int, int]
     numbers: tuple[int, ...]  # the scalars of which the program takes the number
-    part: float  # bytes that are taken at once, for each thread
+    part: int  # bytes that are taken at once, for each thread
 
 
 @functools.cache
@@ -77,7 +76,7 @@ def _kernel(text: str) -> _Kernel:
         else:
             graph.call_function(FUNCTIONS[name], tuple(given), {**keywords, "out": values[out]})
     graph.output(None)
-    return _Kernel(fx.GraphModule({}, graph).forward, (written, read, scalars, between), numbers, _PART if len(calls) > 1 else math.inf)
+    return _Kernel(fx.GraphModule({}, graph).forward, (written, read, scalars, between), numbers, _PART if len(calls) > 1 else 1 << 62)
 
 
 def pointwise_step(written: Sequence[Tensor], read: Sequence[Tensor], scalars: Sequence[Tensor], program: str) -> Tensor:
@@ -117,7 +116,7 @@ class _Step:
         self._kernel = kernel
         self._own, self._others = kernel.widths[:2]
         self._part = kernel.part // written[0].element_size() * torch.get_num_threads()
-        largest = int(min(self._part, max(max(one.numel() for one in written), len(written) // self._own * _SMALL)))
+        largest = min(self._part, max(max(one.numel() for one in written), len(written) // self._own * _SMALL))
         self._between = [written[0].new_empty(largest) for _ in range(kernel.widths[3])]
         self._shaped: dict[Any, list[Tensor]] = {}
 
@@ -134,7 +133,7 @@ class _Step:
             self._kernel.run(*tensors, *self._shaped[key], *rest)
             return
         places = [one.storage_offset() for one in tensors]
-        size = -(-count // math.ceil(count / self._part))
+        size = -(-count // -(-count // self._part))  # parts alike, as many as needed
         for start in range(0, count, size):
             length = min(size, count - start)
             parts = [one.as_strided((length,), (1,), place + start) for one, place in zip(tensors, places, strict=True)]

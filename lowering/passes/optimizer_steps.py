@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ort_backend.lowering.fx_nodes import written_arguments
 from ort_backend.lowering.kernels.optimizer_steps import ADAM_STEP
-from ort_backend.lowering.kernels.pointwise_steps import POINTWISE_STEP
+from ort_backend.lowering.kernels.pointwise_steps import POINTWISE_STEP, Program
 from ort_backend.lowering.memory_order import is_dense
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.optimizer_rules import Rule, Update, rule_of
@@ -88,7 +88,9 @@ def fuse_optimizer_steps(graph: fx.Graph, target: OrtTarget, *, alone: bool = Fa
     for steps in groups.values():
         least = _LEAST if isinstance(steps[0][1], Rule) else _LEAST_FOR_PROGRAMS
         if sum(step.parameter.meta["val"].numel() for step, _ in steps) >= least:
-            replaced |= _replacements(graph, steps, new)
+            replaced |= _replacements(graph, steps, new, results)
+    if replaced:
+        replaced |= _count(graph, new, results)
     for argument, value in replaced.items():
         results[arguments[argument]] = value
     if replaced:
@@ -235,20 +237,53 @@ def _update(step: _Step, new: Mapping[fx.Node, fx.Node]) -> Update:
     return update
 
 
-def _replacements(graph: fx.Graph, steps: Sequence[tuple[_Step, Any]], new: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+def _replacements(
+    graph: fx.Graph, steps: Sequence[tuple[_Step, Any]], new: Mapping[fx.Node, fx.Node], results: Sequence[Any]
+) -> dict[fx.Node, fx.Node]:
     """Writes the call for steps of one rule: its result is the first parameter's new value, and the others are the arguments, which it writes to."""
     (first, rule), *_ = steps
     parameters, gradients = [step.parameter for step, _ in steps], [one for step, _ in steps for one in step.gradients]
-    target, args = POINTWISE_STEP, tuple[Any, ...]()
+    written = [one for step, _ in steps for one in (step.parameter, *step.states)]
+    target, args, kwargs = POINTWISE_STEP, tuple[Any, ...](), dict[str, Any]()
     if isinstance(rule, Rule):
         target = rule.target
         states = [[step.states[one.order[i]] for step, one in steps] for i in range(len(rule.order))] or [[]]
-        counters = [[new[one] for step, _ in steps for one in step.counters]] if target is ADAM_STEP else []
+        counters = []
+        if target is ADAM_STEP:
+            kwargs = {"counts": all(_counts_alone(step, new, results) for step, _ in steps)}
+            counters = [[one if kwargs["counts"] else new[one] for step, _ in steps for one in step.counters]]
+            written += counters[0] if kwargs["counts"] else []
         args = (parameters, gradients, *states, *counters, first.rates[0] if first.rates else None, *rule.settings)
     else:
-        written = [one for step, _ in steps for one in (step.parameter, *step.states)]
         args = (written, gradients, [one for _, program in steps for one in program.scalars], rule.text)
     with graph.inserting_before(graph.output_node()):
-        call = graph.call_function(target, args)
+        call = graph.call_function(target, args, kwargs)
     call.meta = {"val": first.parameter.meta["val"], "stack_trace": new[first.parameter].meta.get("stack_trace")}
-    return {**{one: one for step, _ in steps for one in (step.parameter, *step.states)}, first.parameter: call}
+    return {**{one: one for one in written}, first.parameter: call}
+
+
+def _count(graph: fx.Graph, new: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> dict[fx.Node, fx.Node]:
+    """Writes the call for counts of steps that nothing reads, which are then all that a session would be left with."""
+    counters = [
+        one
+        for one, value in new.items()
+        if _counts(value, one) and _is_count(one.meta["val"]) and len(one.users) == len(value.users) == 1 and results.count(value) == 1
+    ]
+    if not counters:
+        return {}
+    program = Program((("add", ("w0", 1), {}, "w0"),), 1, 0, 0, 0)
+    with graph.inserting_before(graph.output_node()):
+        call = graph.call_function(POINTWISE_STEP, (counters, [], [], program.text()))
+    call.meta = {"val": counters[0].meta["val"], "stack_trace": new[counters[0]].meta.get("stack_trace")}
+    return {**{one: one for one in counters}, counters[0]: call}
+
+
+def _is_count(fake: Tensor) -> bool:
+    """As those of PyTorch's optimizers."""
+    return fake.dim() == 0 and fake.dtype is torch.float32
+
+
+def _counts_alone(step: _Step, new: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> bool:
+    """Whether the counts of steps are read for this step alone, and counted."""
+    users = (user for one in step.counters for node in (one, new[one]) for user in node.users)
+    return all(user.op == "output" or user in step.nodes for user in users) and all(results.count(new[one]) == 1 for one in step.counters)
