@@ -206,6 +206,20 @@ def test_a_product_in_bfloat16_is_eagers(bfloat16: None) -> None:
     assert _by("bfloat16") == 1
 
 
+@pytest.mark.parametrize("operator", [torch.addmm, torch.baddbmm])
+@pytest.mark.parametrize("size", [8, 192])
+def test_a_sum_with_a_product_in_bfloat16_is_eagers(bfloat16: None, operator: Any, size: int) -> None:
+    """A step of `torch.optim.Muon` has ten for each matrix."""
+    torch._dynamo.reset()
+    shape = (size, size) if operator is torch.addmm else (2, size, size)
+    given = torch.randn(3, *shape).bfloat16()
+    compiled = torch.compile(lambda x, a, b: operator(x, a, b, beta=-4.775, alpha=2.0315), backend="ort_training")
+    result, expected = compiled(*given), operator(*given, beta=-4.775, alpha=2.0315)
+    torch.testing.assert_close(result, expected)
+    reasons = [one.reason for one in ort_backend.report().graphs[-1].outside]
+    assert reasons == (["oneDNN's product in bfloat16 is faster than one in float32"] if size > 8 else [])
+
+
 @pytest.mark.parametrize("options", OFF, ids=str)
 def test_bfloat16_on_onnx_runtime_only(bfloat16: None, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
