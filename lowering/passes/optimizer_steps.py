@@ -30,7 +30,15 @@ _LEAST, _LEAST_FOR_PROGRAMS = 1 << 12, 1 << 15
 # Pointwise operators without the tag of these (torch 2.13).
 _UNTAGGED = {
     aten.lerp.Scalar, aten.lerp.Tensor, aten.copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.full_like.default,
+    aten.scalar_tensor.default, torch.ops.prims.convert_element_type.default,
 }  # fmt: skip
+
+
+# What makes scalars of the dtype of a tensor, which is float64 where a rule is told.
+_IN_DOUBLE: dict[Any, Callable[[Any], Tensor]] = {
+    aten.scalar_tensor.default: lambda number: torch.tensor(number, dtype=torch.float64),
+    torch.ops.prims.convert_element_type.default: lambda tensor: tensor,
+}
 
 
 class _Step(NamedTuple):
@@ -122,6 +130,8 @@ def _rule(step: _Step, new: Mapping[fx.Node, fx.Node]) -> Rule | None:
     """The rule that it follows of those that PyTorch has a kernel for."""
     if len(step.gradients) != 1 or len(step.counters) > 1 or len(step.rates) > 1 or not all(_counts(new[one], one) for one in step.counters):
         return None
+    if not all(one.meta["val"].is_floating_point() for one in (*step.counters, *step.rates)):
+        return None
     return rule_of(_update(step, new), len(step.states), counts=bool(step.counters), has_rate=bool(step.rates))
 
 
@@ -173,7 +183,7 @@ class _Region:
         while len(found) > at_most:
             last = max(found, key=self._place_of.__getitem__)
             inputs = set(last.all_input_nodes)
-            if last not in self._pointwise or not inputs or not all(map(is_one, inputs)):
+            if last not in self._pointwise or not all(map(is_one, inputs)) or not (inputs or last.target is aten.scalar_tensor.default):
                 break
             self.nodes.add(last)
             found = (found - {last}) | inputs
@@ -231,7 +241,7 @@ def _update(step: _Step, new: Mapping[fx.Node, fx.Node]) -> Update:
         values |= dict.fromkeys(step.counters, counter) | dict.fromkeys(step.rates, rate)
         for node in step.nodes:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = node.target(*args, **kwargs) if node.target not in _IN_DOUBLE else _IN_DOUBLE[node.target](args[0])  # type: ignore
         return values[new[step.parameter]], [values[new[one]] for one in step.states]
 
     return update

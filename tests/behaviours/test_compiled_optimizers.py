@@ -84,6 +84,36 @@ def test_in_double_precision_and_with_parameters_in_another_order_of_memory(name
     _compare(FUSED[name], dtype=torch.float64, layout=True)
 
 
+@pytest.mark.parametrize(
+    "make, operator", [(torch.optim.AdamW, "adam_step"), (torch.optim.Adam, "adam_step"), (torch.optim.RMSprop, "pointwise_step")]
+)
+def test_a_learning_rate_that_a_scheduler_changes(make: Callable[..., torch.optim.Optimizer], operator: str, small_programs: None) -> None:
+    """The second compile takes it as a scalar: there are no more than two."""
+
+    def run(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(80, 80)) for _ in range(2)]
+        optimizer = make(parameters, lr=0.01, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+        def step() -> None:
+            optimizer.step()
+
+        run_step = torch.compile(step, backend="ort_training") if compiled else step
+        for _ in range(6):
+            for parameter in parameters:
+                parameter.grad = torch.randn(80, 80)
+            run_step()
+            scheduler.step()
+        return [one.detach() for one in parameters]
+
+    torch._dynamo.reset()
+    graph_report.clear()
+    torch.testing.assert_close(run(True), run(False), rtol=1e-5, atol=5e-6)
+    graphs = graph_report.report().graphs
+    assert [{one.operator for one in graph.outside if one.reason not in BETWEEN_SESSIONS} for graph in graphs] == [{f"ort_training::{operator}"}] * 2
+
+
 @pytest.fixture
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few elements are enough, and a part is a quarter of the largest parameter."""
