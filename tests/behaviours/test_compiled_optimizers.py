@@ -163,6 +163,7 @@ def test_a_program_takes_few_passes() -> None:
     "write",
     [
         lambda a, b, g, s: (a.add_(b.t()), b.mul_(0.5).add_(g)),  # a view of what another step writes to
+        lambda a, b, g, s: (a.mul_(0.9).addcmul_(a.t().clone(), g), b.mul_(2)),  # and a copy of a view of its own
         lambda a, b, g, s: (a.copy_(b + g), b.copy_(a * 2)),
         lambda a, b, g, s: (a.sub_(0.1 * g[:1]), b.mul_(0.9)),  # a gradient of fewer elements
         lambda a, b, g, s: (a.add_((g * b) + (g * b)), b.mul_(s), s.add_(1)),
