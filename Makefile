@@ -11,7 +11,7 @@ PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
 # Of the parameters of the tests of operators and of their lowerings a part runs, to keep CI short: `make test EVERY=1` runs all.
-EVERY ?= 3
+EVERY ?= 4
 SAMPLED = --every $(EVERY):tests/ops --every $(EVERY):tests/lowering
 # What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is
 # what takes long and does not depend on the package.

@@ -191,7 +191,9 @@ def test_equals_eager(program: Callable[..., Any], dynamic: bool | None, with_gr
     torch._dynamo.reset()
     function = _without_gradient(program) if with_gradient else program
     compiled = torch.compile(function, backend="ort_training", fullgraph=True, dynamic=dynamic)
-    torch.testing.assert_close(_run(compiled, with_gradient, transposed), _run(function, with_gradient, transposed), rtol=1e-4, atol=1e-4)
+    # Gradients are sums of numbers up to a thousand, which may cancel.
+    tolerance = 1e-3 if with_gradient else 1e-4
+    torch.testing.assert_close(_run(compiled, with_gradient, transposed), _run(function, with_gradient, transposed), rtol=tolerance, atol=tolerance)
 
 
 def _followed(program: Callable[..., Any], memory: list[int]) -> list[Any]:
