@@ -233,6 +233,8 @@ def test_where_autograd_follows_a_slice_is_written_alone() -> None:
 
 
 BACK, HERE, ROWS_HERE = "ort_training::write_back", "ort_training::write_here", "ort_training::index_copy_here"
+# Of fixed places a part that was not written to is read of the old tensor (`passes.read_parts`), by a session that may run later than the write.
+BETWEEN_AT_FIXED_PLACES: dict[Any, set[str]] = {_columns_of_rows: set(), _row: set(), _twice: {BACK}}
 WRITES = {BACK, HERE, ROWS_HERE, "ort_training::index_put_here", "aten::index_copy_", "aten::index_put_"}
 
 
@@ -258,6 +260,8 @@ def test_which_are_written(program: Callable[..., Any], operators: set[str], bet
     torch._dynamo.reset()
     _run(torch.compile(program, backend="ort_training", fullgraph=True, dynamic=dynamic), with_gradient=False, transposed=False)
     found = {one.operator for one in ort_backend.report().graphs[-1].outside}
+    if not dynamic:
+        between = BETWEEN_AT_FIXED_PLACES.get(program, between)
     assert found & WRITES == (operators if WHOLE_GRAPHS else between)
 
 
