@@ -10,8 +10,10 @@ VENV ?= .venv
 PLAIN ?= .venv-plain
 WORKERS ?= 2
 ARGS ?=
-# Of the parameters of the tests of operators and of their lowerings a part runs, to keep CI short: `make test EVERY=1` runs all.
+# Of the parameters of the tests of operators and of their lowerings a part runs, to keep CI short: `make test EVERY=1` runs all. With the plain
+# onnxruntime half as many, of all tests.
 EVERY ?= 4
+EVERY_PLAIN ?= $(if $(filter 1,$(EVERY)),1,8)
 SAMPLED = --every $(EVERY):tests/ops --every $(EVERY):tests/lowering
 # What the plain onnxruntime is tested with: behaviours of training, users' Functions, real models, operators, the zoo (less its slowest) at one size. Left out is
 # what takes long and does not depend on the package.
@@ -23,7 +25,7 @@ PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function te
 	--deselect=tests/autograd_function/test_lifetimes.py::test_five_hundred_steps_are_flat[False] \
 	--deselect=tests/autograd_function/test_processes.py::test_two_processes[unknown_shapes] \
 	--deselect=tests/autograd_function/test_processes.py::test_two_processes[fsdp] \
-	$(SAMPLED) --every $(EVERY):tests/behaviours --every $(EVERY):tests/autograd_function
+	$(foreach folder,ops lowering behaviours autograd_function,--every $(EVERY_PLAIN):tests/$(folder))
 
 # One thread per process: PyTorch's OpenMP pool with two threads is many times slower than with one on small machines.
 export OMP_NUM_THREADS = 1
