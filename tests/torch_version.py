@@ -13,6 +13,7 @@ LIMIT = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") el
 GUARDS_PARAMETERS = (2, 12)  # Dynamo compiles again when a parameter of a library module is frozen; 2.11 does not
 # Before it, backend="eager" as well compiles again for each batch size of a cross entropy of probabilities, and for some sizes of what is pooled.
 MORE_IS_SYMBOLIC = (2, 13)
+FACTORS_ARE_SYMBOLIC = (2, 13)  # before it each learning rate of RMSprop's is compiled in; under aot_eager and inductor in 2.13 as well
 DOUBLE_LOGSUMEXP = (2, 13)  # before it, traced graphs say float32 of the log-sum-exp of float64 attention; PyTorch's kernel gives float64
 NEEDS_BACKEND = pytest.mark.skipif(OLDEST["torch"] > TORCH, reason=f"this torch is for guards alone: the backend needs {OLDEST['torch']}")
 # backend="eager" crashes as well: torch 2.11.0 with four threads that compile at once, three times of three; none of the others does.
