@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering.kernels.pointwise_steps import POINTWISE_STEP, pointwise_step
+from ort_backend.lowering.kernels.pointwise_steps import POINTWISE_STEP, lying_like, pointwise_step
 
 IN_PARAMETERS = "the step of all parameters in one call, where they lie"
 
@@ -83,9 +83,8 @@ def sgd_step(
 
 
 def _lying_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """The kernels walk through memory (read in torch 2.13: native/cpu/FusedAdamKernel.cpp), whatever the strides say."""
-    pairs = zip(tensors, others, strict=True)
-    return [one if one.stride() == other.stride() else torch.empty_like(other).copy_(one) for one, other in pairs]
+    """As the kernels need them (read in torch 2.13: native/cpu/FusedAdamKernel.cpp)."""
+    return [lying_like(one, other) for one, other in zip(tensors, others, strict=True)]
 
 
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {ADAM_STEP: adam_step, SGD_STEP: sgd_step, POINTWISE_STEP: pointwise_step}

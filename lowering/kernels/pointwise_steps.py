@@ -124,8 +124,7 @@ class _Step:
         """Runs the program for one parameter; scalars and numbers stand last."""
         first, count, stride = row[0], row[0].numel(), row[0].stride()
         tensors, rest = row[: self._own + self._others], row[self._own + self._others :]
-        if any(one.stride() != stride for one in tensors[self._own :]):
-            tensors = (*tensors[: self._own], *(torch.empty_like(first).copy_(one) for one in tensors[self._own :]))
+        tensors = (*tensors[: self._own], *(lying_like(one, first) for one in tensors[self._own :]))
         if count <= self._part:
             key = (first.shape, stride)
             if key not in self._shaped:
@@ -138,3 +137,8 @@ class _Step:
             length = min(size, count - start)
             parts = [one.as_strided((length,), (1,), place + start) for one, place in zip(tensors, places, strict=True)]
             self._kernel.run(*parts, *(one[:length] for one in self._between), *rest)
+
+
+def lying_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, or a copy of it that lies in memory as another of its sizes does, for what walks through memory whatever the strides say."""
+    return tensor if tensor.stride() == other.stride() else torch.empty_like(other).copy_(tensor)
