@@ -35,6 +35,12 @@ def _positive(op: Any, x: ir.Value) -> ir.Value:
     return op.HardSigmoid(x, alpha=_STEEP, beta=0.0)
 
 
+def _softshrink_rounds() -> bool:
+    """Whether this PyTorch's softshrink rounds its edge to half precision, as hardshrink does: 2.15.0 does, 2.13.0 does not."""
+    x = torch.tensor([0.3], dtype=torch.bfloat16, device="cpu")
+    return not torch.nn.functional.softshrink(x, 0.3).any()
+
+
 def _refuse_lost_sign(slope: Any, is_result: bool) -> None:
     if is_result and not isinstance(slope, ir.Value) and slope < 0:
         raise Unsupported("the result does not say which elements were negative; PyTorch's kernel has an error")
@@ -149,7 +155,7 @@ def softshrink_backward(op, grad_output, self, lambd):
     return hardshrink_backward(op, grad_output, self, lambd)
 
 
-@register(aten.softshrink.default)
+@register(aten.softshrink.default, promote="inputs" if _softshrink_rounds() else None)
 def softshrink(op, self, lambd=0.5):
     """softshrink(Tensor self, Scalar lambd=0.5) -> Tensor"""
     refuse_symbolic(lambd)
