@@ -21,6 +21,7 @@ THREADS_CRASH = pytest.mark.skipif(TORCH == (2, 11), reason="torch 2.11 crashes 
 # Calls with fullgraph=True set a mode and put back what was there, one for all threads: where two calls cross, nothing behind a graph break is
 # compiled in that process any more. With backend="aot_eager" as well.
 FULLGRAPH_IS_GLOBAL = TORCH == (2, 11)
+NARROW_COPIES_TRAIN = pytest.mark.skipif(TORCH == (2, 11), reason="narrow_copy has no gradient in torch 2.11, nor in eager PyTorch")
 VIEWS_WITHOUT_GRADIENTS = pytest.mark.skipif(TORCH == (2, 11), reason="AOTAutograd of torch 2.11 cannot trace it, with any backend")
 TELLS_ALIASES = (2, 13)  # before it PyTorch takes more of what a `scan` gives its backward for aliases, and refuses it, with aot_eager as well
 CHECKS_ERRORS = (2, 13)  # in a compiled graph, of singular matrices for one: before it such operators have no effects there

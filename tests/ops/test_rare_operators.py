@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops.trained import check_training, needs_grad
+from torch_version import NARROW_COPIES_TRAIN
 
 T = torch.tensor
 aten = torch.ops.aten
@@ -38,6 +39,7 @@ def test_repeat_interleave_of_dynamic_sizes() -> None:
 MOVED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
 
 
+@NARROW_COPIES_TRAIN
 @pytest.mark.parametrize("dtype", [*MOVED, torch.complex64, torch.complex128], ids=str)
 def test_copies_of_parts(dtype: torch.dtype) -> None:
     x = torch.randn(5, 4).to(dtype).requires_grad_(dtype.is_floating_point or dtype.is_complex)
@@ -48,6 +50,7 @@ def test_copies_of_parts(dtype: torch.dtype) -> None:
     check_training(lambda x: (*torch.unbind_copy(x), *torch.unbind_copy(x, -1)), x)
 
 
+@NARROW_COPIES_TRAIN
 def test_copies_of_parts_of_dynamic_sizes() -> None:
     others = [(needs_grad(7, 4), needs_grad(4))]
     check_training(lambda x, y: x.narrow_copy(0, y.shape[0] - 1, 2), needs_grad(5, 4), needs_grad(3), dynamic=True, others=others)
