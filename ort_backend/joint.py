@@ -43,6 +43,7 @@ from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.simplify import simplify
+from ort_backend.lowering.splitting.dependencies import note_runs
 from ort_backend.lowering.splitting.partition import JointPartition, divide
 from ort_backend.lowering.splitting.saved import read_behind_yield
 from ort_backend.runtime.binding import Output
@@ -82,6 +83,7 @@ def lower_joint(
     `rewrite` sees the result first; it keeps inputs, outputs and the `YieldOp`.
     """
     graph = module.graph
+    note_runs(graph)
     simplify(graph, target)
     fuse_rms_norms(graph, target)
     fuse_cross_entropy(graph)

@@ -49,8 +49,9 @@ from ort_backend.lowering.passes.write_back import write_back_parts
 from ort_backend.lowering.provenance import operator_name, user_line
 from ort_backend.lowering.simplify import settle
 from ort_backend.lowering.sizes import evaluator
+from ort_backend.lowering.splitting.dependencies import depend_on
 from ort_backend.lowering.splitting.eager_nodes import evaluation, function_backward
-from ort_backend.lowering.splitting.partition import dependencies, root
+from ort_backend.lowering.splitting.partition import root
 from ort_backend.lowering.splitting.region_memory import byte_count, saved_values
 from ort_backend.lowering.splitting.regions import FUNCTION, SLOWER, TOO_SMALL, Schedule, Step, between, frontier, is_value, schedule
 from ort_backend.runtime.binding import Output
@@ -307,7 +308,7 @@ class _Writer:
         )
 
     def _depend_on(self, gradients: Any) -> tuple[frozenset[int], ...]:
-        return dependencies([node for node in self._graph.nodes if node.op == "call_function"], self._tangents, gradients)
+        return depend_on(gradients, [node for node in self._graph.nodes if node.op == "call_function"], self._tangents)
 
     def _slot(self, node: fx.Node) -> int:
         if node not in self._slots:

@@ -31,6 +31,7 @@ from ort_backend.lowering.python_op import (
     release_context,
     typed_context,
 )
+from ort_backend.lowering.splitting.dependencies import reach, run_by
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
@@ -95,10 +96,7 @@ class FunctionWriter:
         """For each node, which of the backward's tangents it depends on."""
         if not self._reach:
             tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-            self._reach.update({node: frozenset((i,)) for i, node in enumerate(tangents)})
-            for node in graph.nodes:
-                if node.op == "call_function":
-                    self._reach[node] = frozenset().union(*(self._reach.get(source, frozenset()) for source in node.all_input_nodes))
+            self._reach.update(reach([node for node in graph.nodes if node.op == "call_function"], tangents))
         return self._reach
 
     def _backward(self, node: fx.Node, value: Callable[[Any], Any], order: ir.Value) -> tuple[list[ir.Value | None], ir.Value]:
@@ -106,6 +104,7 @@ class FunctionWriter:
         call = self._calls[number]  # type: ignore[index]
         call.present = [one is not None for one in gradients]  # type: ignore[union-attr]
         call.tangents = [self._tangents(node.graph).get(one, frozenset()) for one in gradients]  # type: ignore[union-attr]
+        call.run_by = run_by(node)
         arriving = [*(value(one) for one in gradients if one is not None), *(value(one) for one in kept), order]  # type: ignore[union-attr]
         fakes = [*node.meta["val"], torch.empty((), dtype=torch.int64, device="meta")]
         outputs = [declared(fake.dtype, fake.dim()) for fake in fakes]
@@ -133,6 +132,7 @@ class FunctionCall(PythonCall):
     Attributes:
         site: The call in the traced program.
         tangents: For each of them, the backward's tangents that its gradient depends on.
+        run_by: Those by which autograd runs its backward where none of them has a gradient (`splitting.dependencies`).
         present: For each tensor result, whether the backward's node gets a gradient.
         reads: Where the site's tensors and integers stand among the arguments of the forward's node.
         inputs: For each of the site's tensors that is an input of the graph, which one, where its backward may ask autograd for gradients.
@@ -144,6 +144,7 @@ class FunctionCall(PythonCall):
         self.reads: list[int] = []
         self.inputs: dict[int, int] = {}
         self.tangents: list[frozenset[int]] = []
+        self.run_by: frozenset[int] = frozenset()
         self.attributes: dict[str, Any] = {}
         # ONNX Runtime asks for a result: what returns numbers only gives the one that nobody reads.
         self.outputs = [declared(result.dtype, len(result.shape)) for result in site.behaviour.outputs] or [declared(_NOTHING.dtype, 0)]
@@ -191,7 +192,7 @@ class FunctionCall(PythonCall):
         reached, pending = True, run.pending.pop(self.site.id)
         if run.undefined:  # autograd has no gradient there, and zeros only because AOTAutograd asks for them
             gradients = [None if needs and needs <= run.undefined else one for one, needs in zip(gradients, self.tangents)]
-            reached = any(one is not None for one in gradients)
+            reached = any(one is not None for one in gradients) or not self.run_by <= run.undefined
         made = function_run.backward(self.site, pending, gradients) if reached else function_run.unreached(self.site, pending)
         for i, gradient in enumerate(made):
             if _is_carried(gradient.dtype):

@@ -17,6 +17,7 @@ from ort_backend.lowering.kernels.row_sums import ADD_ROWS, write_rows
 from ort_backend.lowering.kernels.write_back import WRITE_BACK, write_into
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.memory_order import DETERMINANTS, READS_STRIDES, arranged, is_dense, order_for
+from ort_backend.lowering.splitting.dependencies import run_by
 
 aten = torch.ops.aten
 
@@ -103,7 +104,7 @@ def function_backward(node: fx.Node, slots: Mapping[fx.Node, int], undefined: in
         missing = values[undefined]
         if missing:
             gradients = [None if needs and needs <= missing else one for one, needs in zip(gradients, depends_on, strict=True)]
-        reached = not missing or any(one is not None for one in gradients)
+        reached = not missing or any(one is not None for one in gradients) or not run_by(node) <= missing
         return run_backward(gradients, *others) if reached else leave_backward(*others)
 
     return run

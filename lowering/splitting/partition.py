@@ -14,7 +14,7 @@ from torch import fx
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.functions.function_site import SITES
 from ort_backend.lowering.fx_nodes import attribute
-from ort_backend.lowering.later import BEHIND
+from ort_backend.lowering.splitting.dependencies import depend_on, run_by
 
 aten = torch.ops.aten
 
@@ -70,7 +70,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int, written: Collection[fx.Node] =
     outputs, gradients = results[:num_fwd_outputs], results[num_fwd_outputs:]
 
     calls = [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
-    dependent = descendants(calls, tangents)
+    dependent = descendants(calls, [*tangents, *(node for node in calls if run_by(node))])
     kept = [node for node in calls if is_random(node) or is_collective(node) or node.target in (FORWARD, BACKWARD) or node.meta.get("effect")]
     needed = ancestors([node for node in outputs if isinstance(node, fx.Node)] + [node for node in kept if node not in dependent])
     alive = needed | ancestors([node for node in gradients if isinstance(node, fx.Node)] + kept)
@@ -96,7 +96,7 @@ def divide(graph: fx.Graph, num_fwd_outputs: int, written: Collection[fx.Node] =
         read=frozenset(map(root, taken)),
         copied=tuple(copied),
         replayed=tuple(i for i, node in enumerate(primals) if node in reached and _is_tensor(node)),
-        depends_on=dependencies(calls, tangents, gradients),
+        depends_on=depend_on(gradients, calls, tangents),
     )
 
 
@@ -205,12 +205,3 @@ def _sources_of_values(node: fx.Node) -> list[fx.Node]:
     if forward or (node.target is _BATCH_NORM_BACKWARD and node.args[7]):
         return [one for i, one in enumerate(norm.args) if i not in (3, 4) and isinstance(one, fx.Node)]
     return node.all_input_nodes
-
-
-def dependencies(calls: Iterable[fx.Node], tangents: Sequence[fx.Node], gradients: Sequence[Any]) -> tuple[frozenset[int], ...]:
-    """For each of `gradients`, the indices of the `tangents` that its values depend on; `calls` are in order."""
-    reach: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
-    for node in calls:
-        sources = node.all_input_nodes[:1] if node.target is BEHIND else node.all_input_nodes  # the others it waits for
-        reach[node] = frozenset().union(*(reach.get(source, frozenset()) for source in sources))
-    return tuple(reach.get(node, frozenset()) for node in gradients)

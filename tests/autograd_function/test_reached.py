@@ -44,6 +44,55 @@ def test_a_function_that_no_gradient_reaches_is_not_run(dynamic: bool) -> None:
             torch.testing.assert_close([one.grad for one in own], [one.grad for one in expected])
 
 
+class Doubles(Function):
+    """Tells that its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        called.append("doubles")
+        return gradient * 2
+
+
+class HasNoneForScale(Function):
+    """Has no gradient for one of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        called.append("scales")
+        return gradient * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("used", range(3))
+def test_none_for_what_a_function_made_lets_its_backward_run(used: int, also: bool) -> None:
+    """With zeros; not so what only PyTorch's operators made."""
+
+    def program(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        made = Doubles.apply(x.sin())
+        scaled = HasNoneForScale.apply(y, made.exp() + z.tanh())
+        return (scaled, z.cos(), *([made.cos()] if also else [y.square()]))
+
+    expected, own = leaves((3,), (3,), (3,)), leaves((3,), (3,), (3,))
+    calls = []
+    for function, tensors in ((program, expected), (torch.compile(program, backend="ort_training"), own)):
+        results = function(*tensors)
+        called.clear()
+        results[used].sum().backward()
+        calls.append(called.copy())
+    assert calls[0] == calls[1] == [["scales", "doubles"], [], ["doubles"] if also else []][used]
+    torch.testing.assert_close([one.grad for one in own], [one.grad for one in expected])
+    assert (own[0].grad is None) == (not calls[0]) and (own[2].grad is None) == (used != 1)
+
+
 class ReturnsArgument(Function):
     """An argument that it does not write to, at two places."""
 
