@@ -44,7 +44,7 @@ def run_by(backward: fx.Node) -> frozenset[int]:
 
 def note_runs(graph: fx.Graph) -> None:
     """Writes down for each Function of a joint graph, in place, the tangents by which autograd runs its backward without a gradient."""
-    backwards = {_forward_of(node): node for node in graph.find_nodes(op="call_function", target=BACKWARD)}
+    backwards = {forward: node for node in graph.find_nodes(op="call_function", target=BACKWARD) if (forward := _forward_of(node)) is not None}
     if len(backwards) < 2:
         return
     tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
@@ -53,8 +53,8 @@ def note_runs(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         found[node] = run_by(node).union(*(found.get(source, _NONE) for source in node.all_input_nodes))
-        if node.target is BACKWARD and found[node]:
-            for maker in _left_without(_forward_of(node)):
+        if node.target is BACKWARD and found[node] and (forward := _forward_of(node)) is not None:
+            for maker in _left_without(forward):
                 if (other := backwards.get(maker)) is not None:  # behind this one, as autograd has run them
                     other.meta[_RUN_BY] = run_by(other) | found[node]
 
@@ -71,9 +71,10 @@ def await_tangents(graph: fx.Graph) -> None:
             node.args = (node.args[0], later, *node.args[2:])
 
 
-def _forward_of(backward: fx.Node) -> fx.Node:
+def _forward_of(backward: fx.Node) -> fx.Node | None:
     handle: Any = backward.args[1]
-    return handle.args[0]
+    is_made_here = handle.target is operator.getitem and handle.args[0].target is FORWARD
+    return handle.args[0] if is_made_here else None
 
 
 def _left_without(forward: fx.Node) -> Iterator[fx.Node]:
