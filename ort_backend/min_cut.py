@@ -24,7 +24,7 @@ from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 from ort_backend.lowering.passes.statistics import correct_statistics
-from ort_backend.lowering.splitting.dependencies import await_tangents, note_runs
+from ort_backend.lowering.splitting.dependencies import await_tangents, note_runs, tangents_of
 from ort_backend.lowering.splitting.partition import is_random
 from ort_backend.target import OrtTarget
 
@@ -49,7 +49,7 @@ _LEAST_BUDGET = 1e-9
 
 def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: dict[str, Any], target: OrtTarget) -> Halves:
     """AOTAutograd's min-cut partition of a joint graph for `target`; `rest` is what else AOTAutograd hands to its partition function."""
-    tangents = [node for node in joint.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    tangents = tangents_of(joint.graph)
     places = tangent_outputs(joint.graph, num_fwd_outputs, tangents)
     changing = {node.name for node in written_arguments(joint.graph, num_fwd_outputs)}
     note_runs(joint.graph)

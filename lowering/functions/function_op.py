@@ -31,7 +31,7 @@ from ort_backend.lowering.python_op import (
     release_context,
     typed_context,
 )
-from ort_backend.lowering.splitting.dependencies import reach, run_by
+from ort_backend.lowering.splitting.dependencies import reach, run_by, tangents_of
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int
@@ -95,8 +95,7 @@ class FunctionWriter:
     def _tangents(self, graph: fx.Graph) -> dict[Any, frozenset[int]]:
         """For each node, which of the backward's tangents it depends on."""
         if not self._reach:
-            tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-            self._reach.update(reach([node for node in graph.nodes if node.op == "call_function"], tangents))
+            self._reach.update(reach([node for node in graph.nodes if node.op == "call_function"], tangents_of(graph)))
         return self._reach
 
     def _backward(self, node: fx.Node, value: Callable[[Any], Any], order: ir.Value) -> tuple[list[ir.Value | None], ir.Value]:

@@ -8,7 +8,7 @@ has no edge there, see `note_runs`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,18 @@ def reach(calls: Iterable[fx.Node], tangents: Sequence[fx.Node]) -> dict[fx.Node
     """For each of `calls`, which are in order, the indices of the `tangents` that it depends on."""
     found: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
     for node in calls:
-        sources = node.all_input_nodes[:1] if node.target is BEHIND else node.all_input_nodes  # the others it waits for
-        found[node] = run_by(node).union(*(found.get(source, _NONE) for source in sources))
+        found[node] = _of(node, found)
     return found
+
+
+def _of(node: fx.Node, found: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
+    sources = node.all_input_nodes[:1] if node.target is BEHIND else node.all_input_nodes  # the others it waits for
+    return run_by(node).union(*(found.get(source, _NONE) for source in sources))
+
+
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The tangents of a joint or a backward graph, in order."""
+    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
 
 
 def depend_on(gradients: Iterable[Any], calls: Iterable[fx.Node], tangents: Sequence[fx.Node]) -> tuple[frozenset[int], ...]:
@@ -47,12 +56,11 @@ def note_runs(graph: fx.Graph) -> None:
     backwards = {forward: node for node in graph.find_nodes(op="call_function", target=BACKWARD) if (forward := _forward_of(node)) is not None}
     if len(backwards) < 2:
         return
-    tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-    found: dict[fx.Node, frozenset[int]] = {node: frozenset((i,)) for i, node in enumerate(tangents)}
+    found = reach((), tangents_of(graph))
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        found[node] = run_by(node).union(*(found.get(source, _NONE) for source in node.all_input_nodes))
+        found[node] = _of(node, found)
         if node.target is BACKWARD and found[node] and (forward := _forward_of(node)) is not None:
             for maker in _left_without(forward):
                 if (other := backwards.get(maker)) is not None:  # behind this one, as autograd has run them
@@ -61,7 +69,7 @@ def note_runs(graph: fx.Graph) -> None:
 
 def await_tangents(graph: fx.Graph) -> None:
     """Lets backwards that run without a gradient wait, in place, for a tangent by which they do: a partition took them for the forward's."""
-    tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    tangents = tangents_of(graph)
     for node in graph.find_nodes(op="call_function", target=BACKWARD):
         if numbers := run_by(node):
             handle: Any = node.args[1]
