@@ -21,6 +21,11 @@ def graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
     return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
+def tangents_of(graph: fx.Graph) -> list[fx.Node]:
+    """The tangents of a joint or a backward graph, in order."""
+    return [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+
+
 def copied(module: fx.GraphModule) -> fx.GraphModule:
     """Another module with a graph of its own, over the same tensors and modules."""
     graph = fx.Graph()

@@ -14,7 +14,7 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import rand_ops
 
 from ort_backend.boundary import tangent_outputs
-from ort_backend.lowering.fx_nodes import written_arguments
+from ort_backend.lowering.fx_nodes import tangents_of, written_arguments
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
@@ -24,7 +24,7 @@ from ort_backend.lowering.passes.rotary_embeddings import fuse_rotary_embeddings
 from ort_backend.lowering.passes.saved_views import lay_out, save_bases, save_copies
 from ort_backend.lowering.passes.selected_gradients import mark_gradients
 from ort_backend.lowering.passes.statistics import correct_statistics
-from ort_backend.lowering.splitting.dependencies import await_tangents, note_runs, tangents_of
+from ort_backend.lowering.splitting.dependencies import await_tangents, note_runs
 from ort_backend.lowering.splitting.partition import is_random
 from ort_backend.target import OrtTarget
 

@@ -22,6 +22,7 @@ from ort_backend.lowering.functions import function_run
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.functions.function_site import SITES, Reference, Site, Slot
 from ort_backend.lowering.functions.original_tensors import input_of
+from ort_backend.lowering.fx_nodes import tangents_of
 from ort_backend.lowering.python_op import (
     MS,
     PythonCall,
@@ -31,7 +32,7 @@ from ort_backend.lowering.python_op import (
     release_context,
     typed_context,
 )
-from ort_backend.lowering.splitting.dependencies import reach, run_by, tangents_of
+from ort_backend.lowering.splitting.dependencies import reach, run_by
 
 _names = itertools.count()
 _TYPED: tuple[tuple[type, str, Callable[[Any], Any]], ...] = ((bool, "bool", int), (int, "int", int), (float, "float", float))  # bool is an int

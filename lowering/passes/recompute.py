@@ -17,6 +17,7 @@ from torch import fx
 
 from ort_backend.lowering.dtypes import carrier
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
+from ort_backend.lowering.fx_nodes import tangents_of
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.passes.cheap import cheap_again
 from ort_backend.lowering.passes.effects import has_effect
@@ -199,8 +200,7 @@ def _chosen(module: fx.GraphModule, num_fwd_outputs: int) -> set[str]:
     with torch._functorch.config.patch(cse=False):
         _, backward = min_cut_rematerialization_partition(fx.GraphModule(module, copied), None, num_fwd_outputs=num_fwd_outputs)
     calls = [node for node in backward.graph.nodes if node.op == "call_function"]
-    tangents = [node for node in backward.graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-    reached = descendants(calls, tangents)
+    reached = descendants(calls, tangents_of(backward.graph))
     return {node.name for node in calls if node not in reached}
 
 
@@ -210,7 +210,7 @@ class _Copies:
     def __init__(self, graph: fx.Graph, forward: set[fx.Node], chosen: list[fx.Node]) -> None:
         self._graph = graph
         self._order = {node: i for i, node in enumerate(graph.nodes)}
-        self._tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+        self._tangents = tangents_of(graph)
         self._last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
         calls = [node for node in graph.nodes if node.op == "call_function"]
         self._reached = descendants(calls, self._tangents)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ort_backend.lowering.fx_nodes import tangents_of
 from ort_backend.lowering.symbolic import have_same_sizes
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def loosen_tangents(graph: fx.Graph) -> int:
     Returns:
         How many there are.
     """
-    tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+    tangents = tangents_of(graph)
     for tangent in tangents:
         added = _only_user(tangent)
         while added is not None and added.target in _RESHAPES:

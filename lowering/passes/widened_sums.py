@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ort_backend.lowering.fx_nodes import VIEWS
+from ort_backend.lowering.fx_nodes import VIEWS, tangents_of
 from ort_backend.lowering.splitting.partition import descendants
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def keep_sums_wide(graph: fx.Graph) -> int:
     Returns:
         How many sums stay float32.
     """
-    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")]
+    tangents = tangents_of(graph)
     found, backward = 0, descendants(graph.nodes, tangents)
     for widened in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         rounded = widened.args[0]

@@ -1,8 +1,8 @@
 """Which tangents the gradients of a joint graph depend on, and by which of them autograd runs the backward of a user's Function.
 
 The two are not the same. A Function whose backward returns None for a tensor that another Function made lets autograd run the other one's backward
-all the same (`PyNode::apply` of torch/csrc/autograd/python_function.cpp fills in zeros): what that gives are gradients of zeros, not None. The graph
-has no edge there, see `note_runs`.
+all the same, with zeros or, after `set_materialize_grads(False)`, with None (seen in torch 2.13): what that gives are gradients of zeros, where there
+would be None. The graph has no edge there, see `note_runs`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 
 from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.functions.function_site import SITES
+from ort_backend.lowering.fx_nodes import tangents_of
 from ort_backend.lowering.later import BEHIND
 
 _RUN_BY = "run_by"  # in the `meta` of a node of `BACKWARD`: the indices of tangents by which it runs without a gradient
@@ -33,11 +34,6 @@ def reach(calls: Iterable[fx.Node], tangents: Sequence[fx.Node]) -> dict[fx.Node
 def _of(node: fx.Node, found: Mapping[fx.Node, frozenset[int]]) -> frozenset[int]:
     sources = node.all_input_nodes[:1] if node.target is BEHIND else node.all_input_nodes  # the others it waits for
     return run_by(node).union(*(found.get(source, _NONE) for source in sources))
-
-
-def tangents_of(graph: fx.Graph) -> list[fx.Node]:
-    """The tangents of a joint or a backward graph, in order."""
-    return [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
 
 
 def depend_on(gradients: Iterable[Any], calls: Iterable[fx.Node], tangents: Sequence[fx.Node]) -> tuple[frozenset[int], ...]:
