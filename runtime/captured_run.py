@@ -90,13 +90,16 @@ class CapturedRun:
             run = self._session.open().run_with_ortvaluevector
             is_new = self._settle(tensors)
             copies = {i: torch.empty_like(self._memory[i]) for i in self._copied}
+
+            def replay() -> None:
+                for i, buffer in self._buffers.items():
+                    buffer.copy_(tensors[i])
+                run(self._options, self._names[0], self._feeds, self._names[1], self._fetches, self._devices)
+                for i, copy in copies.items():
+                    copy.copy_(self._memory[i])
+
             try:
-                with self._session.running():
-                    for i, buffer in self._buffers.items():
-                        buffer.copy_(tensors[i])
-                    run(self._options, self._names[0], self._feeds, self._names[1], self._fetches, self._devices)
-                    for i, copy in copies.items():
-                        copy.copy_(self._memory[i])
+                self._session.call(replay)
             except ORT_ERRORS as error:
                 failure = self._session.failure(error)
                 raise (CaptureError(str(failure)) if is_new else failure) from None

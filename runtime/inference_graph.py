@@ -58,8 +58,8 @@ class InferenceGraph:
             feeds, _lent = self._lend(everything)
             run = session.open().run_with_ortvaluevector
             try:
-                with session.running(RunState(args, follows=False) if session.has_python_ops else None):
-                    run(self._run_options, session.inputs, feeds, self._names, fetches, self._devices)
+                state = RunState(args, follows=False) if session.has_python_ops else None
+                session.call(run, self._run_options, session.inputs, feeds, self._names, fetches, self._devices, state=state)
             except ORT_ERRORS as error:
                 raise session.failure(error) from None
         results = self._fetch(fetches, everything)

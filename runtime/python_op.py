@@ -75,15 +75,52 @@ class RunState:
 _one_thread = threading.RLock()
 
 
-@contextlib.contextmanager
-def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None]:
-    """Around a run of a graph that has `PythonOp` nodes; `fence` orders what they do on PyTorch's stream among what ONNX Runtime does on its own.
+def call_without_autograd(run: Callable[..., object], args: Sequence[Any]) -> None:
+    """Calls `run`, whose nodes call PyTorch's kernels, with no gradient recorded.
+
+    What a signal raises while ONNX Runtime computes is raised as `run` returns. The end of a context manager that is written in Python would be
+    entered only then, and could be what the signal stops: so what belongs to a run is put back by C functions.
+    """
+    records = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        run(*args)
+    finally:
+        torch._C._set_grad_enabled(records)
+
+
+def call_alone(run: Callable[..., object], args: Sequence[Any], state: RunState | None) -> None:
+    """Calls `run`, of a graph that has `PythonOp` nodes, on one thread at a time, as `call_without_autograd` does.
 
     Raises:
         OrtBackendError: this thread is inside such a node.
     """
+    _refuse_inside()
+    with _one_thread:
+        before, records = _state.run, torch.is_grad_enabled()
+        try:
+            _state.run = state
+            torch._C._set_grad_enabled(False)
+            run(*args)
+        finally:
+            torch._C._set_grad_enabled(records)
+            _state.run = before
+
+
+def _refuse_inside() -> None:
     if _state.depth:
         raise OrtBackendError("a graph with Python nodes cannot run inside a Python node: ONNX Runtime would wait for itself")
+
+
+@contextlib.contextmanager
+def running(state: RunState | None, fence: Fence | None = None) -> Iterator[None]:
+    """Around a run on a device as `call_alone` is on the CPU; `fence` orders what `PythonOp` nodes do on PyTorch's stream among what ONNX Runtime
+    does on its own.
+
+    Raises:
+        OrtBackendError: this thread is inside such a node.
+    """
+    _refuse_inside()
     with _one_thread:
         before, _state.run, _state.fence = _state.run, state, fence
         try:

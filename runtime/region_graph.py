@@ -228,8 +228,7 @@ def _session(step: SessionStep, session: Session, index: int) -> Callable[[Value
         feeds, _lent = lend(values)
         run = session.open().run_with_ortvaluevector
         try:
-            with session.running():
-                run(options, session.inputs, feeds, session.outputs, fetches, devices)
+            session.call(run, options, session.inputs, feeds, session.outputs, fetches, devices)
         except ORT_ERRORS as error:
             raise session.failure(error) from None
         for place, value in zip(results, fetch(fetches, values) if tensors is None else tensors):

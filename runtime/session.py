@@ -25,7 +25,7 @@ from ort_backend.runtime.capabilities import CPU_PROVIDER, not_on, register_libr
 from ort_backend.runtime.harmful_optimizers import harmful_optimizers
 from ort_backend.runtime.idle_optimizers import idle_optimizers
 from ort_backend.runtime.late_frees import frees_late
-from ort_backend.runtime.python_op import Call, Registration, RunState, ordering, running
+from ort_backend.runtime.python_op import Call, Registration, RunState, call_alone, call_without_autograd, ordering, running
 from ort_backend.runtime.result_memory import memory
 from ort_backend.runtime.triton_op import TritonRegistration
 from ort_backend.target import ATEN, TRITON
@@ -258,15 +258,19 @@ class Session:
         allocator = cuda.torch_allocator(self._config.device) if self.on_cuda else None
         return cuda.provider_options(self._config.device, numerics, allocator, given)
 
-    def running(self, state: RunState | None = None) -> contextlib.AbstractContextManager[None]:
-        """To be around every run; `state` takes what Python nodes keep for the backward."""
+    def call(self, run: Callable[..., object], *args: Any, state: RunState | None = None) -> None:
+        """Calls `run`, which runs this session: a method of ONNX Runtime's. What Python nodes keep for the backward goes to `state`."""
         if self._registrations:
             watch()
-        if not self.on_cuda:
-            if self.has_python_ops:
-                return running(state)
-            return torch.no_grad() if self._registrations else contextlib.nullcontext()
-        return self._running_on_cuda(state)
+        if self.on_cuda:
+            with self._running_on_cuda(state):
+                run(*args)
+        elif self.has_python_ops:
+            call_alone(run, args, state)
+        elif self._registrations:
+            call_without_autograd(run, args)
+        else:
+            run(*args)
 
     @contextlib.contextmanager
     def _running_on_cuda(self, state: RunState | None) -> Iterator[None]:

@@ -201,8 +201,7 @@ class TrainingGraph:
         if run.python is not None:
             run.python.undefined = run.undefined
         try:
-            with self._session.running(run.python):
-                agent.run_backward(self._feed_tangents(tangents), fetches, state)
+            self._session.call(agent.run_backward, self._feed_tangents(tangents), fetches, state, state=run.python)
             if self._waits[1]:
                 self._session.wait()
         except ORT_ERRORS as error:
@@ -291,8 +290,7 @@ class TrainingGraph:
         if python is not None:
             python.given = given
         try:
-            with self._session.running(python):
-                agent.run_forward(self._feed(everything), fetches, state, None)
+            self._session.call(agent.run_forward, self._feed(everything), fetches, state, None, state=python)
             if self._waits[0]:
                 self._session.wait()
         except ORT_ERRORS as error:
