@@ -6,6 +6,7 @@ from torch import fx
 
 from ort_backend.lowering.kernels.kernel_choice import faster_in_pytorch
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.passes.batched_rows import index_batches
 from ort_backend.lowering.passes.channels_last import put_channels_last
 from ort_backend.lowering.passes.effects import mark_effects
 from ort_backend.lowering.passes.gathered_parts import gather_parts
@@ -41,6 +42,7 @@ def simplify(graph: fx.Graph, target: OrtTarget, *, everywhere: bool = False) ->
     fuse_rotary_embeddings(graph, target)
     take_bare_biases(graph)
     index_rows(graph)
+    index_batches(graph)
     add_blocks(graph)
     gather_parts(graph)
 

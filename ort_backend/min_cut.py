@@ -16,6 +16,7 @@ from torch._functorch.compile_utils import rand_ops
 from ort_backend.boundary import tangent_outputs
 from ort_backend.lowering.fx_nodes import tangents_of, written_arguments
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.passes.batched_rows import index_batches
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.known_masks import drop_known_masks
 from ort_backend.lowering.passes.loop_rows import read_rows_at_their_source
@@ -59,6 +60,7 @@ def split(joint: fx.GraphModule, joint_inputs: Any, num_fwd_outputs: int, rest: 
     drop_known_masks(joint.graph)
     fuse_rotary_embeddings(joint.graph, target)
     take_bare_biases(joint.graph)
+    index_batches(joint.graph)
     mark_gradients(joint.graph)
     asked = is_wanted(joint.graph)
     keep_draws(joint.graph)

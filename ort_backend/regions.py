@@ -28,6 +28,7 @@ from ort_backend.lowering.kernels.write_back import IN_ARGUMENT
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order
 from ort_backend.lowering.passes.bare_biases import take_bare_biases
+from ort_backend.lowering.passes.batched_rows import index_batches
 from ort_backend.lowering.passes.cross_entropy import fuse_cross_entropy
 from ort_backend.lowering.passes.effects import drop_unread
 from ort_backend.lowering.passes.embedding_gradients import add_rows_in_place, add_to_tied_gradients
@@ -92,6 +93,7 @@ def lower(module: fx.GraphModule, target: OrtTarget, *, strict: bool, name: str,
         fuse_rotary_embeddings(graph, target)
     take_bare_biases(graph)
     index_rows(graph)
+    index_batches(graph)
     add_blocks(graph)
     read_parts(graph)
     gather_parts(graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ort_backend.lowering.kernels.batched_rows import ADD_TO_ROWS, ROWS_OF
 from ort_backend.lowering.registry import register_linear
 
 aten = torch.ops.aten
@@ -20,7 +21,7 @@ register_linear(
     *(aten.unbind.int, aten.unbind_copy.int),
     *(aten.diagonal.default, aten.diag_embed.default, aten.tril.default, aten.triu.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default, aten.masked_select.default),
-    *(aten.embedding.default, aten.as_strided.default, aten.im2col.default),
+    *(ROWS_OF, aten.embedding.default, aten.as_strided.default, aten.im2col.default),
     linear=("self", "weight"),
 )
 register_linear(aten.cat.default, aten.stack.default, linear=("tensors",))
@@ -57,6 +58,7 @@ register_linear(
     *(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.scatter.value),
     linear=("self", "values", "value"),
 )
+register_linear(ADD_TO_ROWS, linear=("self", "rows"))
 register_linear(aten.index_copy.default, aten.masked_scatter.default, aten.put.default, linear=("self", "source"))
 register_linear(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, linear=("self", "other"))
 

@@ -10,6 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import axis, length, rank, size, sizes
 from ort_backend.lowering.constants import Scalar, as_int64, constant, int64s, scalar_like
+from ort_backend.lowering.kernels.batched_rows import ADD_TO_ROWS, ROWS_OF
 from ort_backend.lowering.kernels.row_sums import ZERO_TABLE
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.creation import filled
@@ -224,6 +225,29 @@ def index_select(op: Any, self: ir.Value, dim: int, index: ir.Value) -> ir.Value
     if rank(index) == 0:
         index = op.Reshape(index, int64s(op, [1]))
     return op.Gather(self, from_front(op, index), axis=axis(self, dim))
+
+
+@register(ROWS_OF, any_dtype=True)
+def rows_of(op: Any, self: ir.Value, index: ir.Value, batch: int) -> ir.Value:
+    """ort_training::rows_of(Tensor self, Tensor index, int batch) -> Tensor"""
+    places = op.Unsqueeze(as_int64(op, from_front(op, index)), int64s(op, [rank(index)]))
+    return op.GatherND(self, places, batch_dims=batch)
+
+
+@register(ADD_TO_ROWS)
+def add_to_rows(op: Any, self: ir.Value, index: ir.Value, rows: ir.Value, batch: int) -> ir.Value:
+    """ort_training::add_to_rows(Tensor self, Tensor index, Tensor rows, int batch) -> Tensor"""
+    index = as_int64(op, from_front(op, index))
+    places = [index]
+    if batch:
+        zero, one = constant(op, 0, ir.DataType.INT64), constant(op, 1, ir.DataType.INT64)
+        shape = op.Shape(index) if (known := sizes(index)) is None else int64s(op, known)
+        for i in reversed(range(batch)):
+            behind = int64s(op, list(range(1, rank(index) - i)))
+            numbers = op.Range(zero, op.Squeeze(as_vector(op, [length(op, index, i)])), one)
+            places.insert(0, op.Expand(op.Unsqueeze(numbers, behind), shape))
+    last = int64s(op, [rank(index)])
+    return op.ScatterND(self, op.Concat(*(op.Unsqueeze(one, last) for one in places), axis=-1), rows, reduction="add")
 
 
 def put_rows(op: Any, value: ir.Value, dim: int, index: ir.Value, source: ir.Value, reduction: str, *, negative: bool = False) -> ir.Value:
