@@ -1,4 +1,4 @@
-"""Permutations that move more than one dimension are made in two steps, each of which moves one."""
+"""Permutations that move more than one dimension are made in two steps, each of which moves one; those of size 1 stay where they are."""
 
 from __future__ import annotations
 
@@ -43,6 +43,34 @@ def test_every_permutation_equals_eager(shape: tuple[int, ...]) -> None:
 )
 def test_which_are_split(shape: tuple[int, ...], permutation: tuple[int, ...], count: int) -> None:
     assert len(_transposes(torch.randn(shape), permutation=permutation)) == count
+
+
+@pytest.mark.parametrize(
+    "shape, permutation, written",
+    [
+        ((4, 8, 64, 1, 64), (1, 0, 2, 4, 3), (1, 0, 2)),  # einsum
+        ((64, 1, 512), (2, 1, 0), (1, 0)),
+        ((8, 1, 64, 64), (0, 3, 1, 2), (0, 3, 1, 2)),  # one that moves in any case
+        ((64, 1, 512), (1, 0, 2), (1, 0, 2)),  # none but the 1
+        ((8, 64, 1, 7, 96), (1, 3, 2, 0, 4), (1, 3, 2, 0, 4)),  # whole rows
+    ],
+    ids=str,
+)
+def test_a_dimension_of_size_1_is_not_moved(shape: tuple[int, ...], permutation: tuple[int, ...], written: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    assert _transposes(x, permutation=permutation)[0] == list(written)
+    check(lambda x: x.permute(permutation) * 2, x)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+def test_onnx_runtime_leaves_a_dimension_of_size_1_alone(dynamic: bool | None, tmp_path: Path) -> None:
+    x = torch.randn(4, 8, 64, 1, 64)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    compiled = torch.compile(lambda x: (x * 2).permute(1, 0, 2, 4, 3).contiguous() * 2, backend="ort_training", options={"dump_dir": str(tmp_path)})
+    assert torch.equal(compiled(x), x.permute(1, 0, 2, 4, 3) * 4)
+    optimized = [node for path in tmp_path.rglob("*.optimized.onnx") for node in onnx.load(path).graph.node]
+    assert [list(node.attribute[0].ints) for node in optimized if node.op_type == "Transpose"] == [[1, 0, 2]]
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
