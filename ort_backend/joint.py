@@ -42,6 +42,7 @@ from ort_backend.lowering.passes.scales import fuse_scales
 from ort_backend.lowering.passes.tall_products import divide_tall_products
 from ort_backend.lowering.passes.tangents import loose_among, loosen_tangents
 from ort_backend.lowering.passes.write_back import write_back_parts
+from ort_backend.lowering.passes.zero_scatters import put_into_zeros
 from ort_backend.lowering.simplify import simplify
 from ort_backend.lowering.splitting.dependencies import note_runs
 from ort_backend.lowering.splitting.partition import JointPartition, divide
@@ -102,6 +103,7 @@ def lower_joint(
     divide_tall_products(graph, target)
     if not strict:
         add_rows_in_place(graph, target)
+        put_into_zeros(graph, target)
     add_to_tied_gradients(graph, target)
     keep_probabilities(graph, target)
     choose_products(graph, target)
@@ -152,6 +154,7 @@ def lower_inference(
         join_number_checks(graph)
         write_back_parts(graph, target, inside=True)
         fuse_optimizer_steps(graph, target)
+        put_into_zeros(graph, target)
     read_parts(graph)
     join_writes(graph, target)
     move_pairs(graph, target)

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering.kernels import channels_last, channels_last_pooling, depthwise, part_writes, pointwise_convolutions, write_back
+from ort_backend.lowering.kernels import (
+    channels_last,
+    channels_last_pooling,
+    depthwise,
+    part_writes,
+    pointwise_convolutions,
+    write_back,
+    zero_scatter,
+)
 
 aten = torch.ops.aten
 
@@ -41,4 +49,5 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     **channels_last_pooling.IMPLEMENTATIONS,
     **part_writes.IMPLEMENTATIONS,
     **write_back.IMPLEMENTATIONS,
+    **zero_scatter.IMPLEMENTATIONS,
 }

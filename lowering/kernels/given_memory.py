@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering.kernels import dense_products
+from ort_backend.lowering.kernels import dense_products, zero_scatter
 from ort_backend.target import LARGE_RESULT
 
 aten = torch.ops.aten
@@ -42,13 +42,16 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     """
     if target is dense_products.IMPLEMENTATIONS[dense_products.MKL_MM]:  # and of products in bfloat16
         return dense_products.as_eager_into
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(result, Tensor) or result.device.type != "cpu":
+    puts_into_zeros = target is zero_scatter.IMPLEMENTATIONS[zero_scatter.PUT_INTO_ZEROS]
+    if not (puts_into_zeros or isinstance(target, torch._ops.OpOverload)) or not isinstance(result, Tensor) or result.device.type != "cpu":
         return None
     shape = torch.Size(result.shape) if all(isinstance(size, int) for size in result.shape) else None
     if shape is not None and shape.numel() * result.dtype.itemsize < LARGE_RESULT:
         return None
     if result.is_complex() and target is not aten.mul.Tensor:
         return None
+    if puts_into_zeros:
+        return zero_scatter.put_into
     if target is aten._to_copy.default:
         return functools.partial(_cast_into, result.dtype)
     if torch.Tag.nondeterministic_seeded in target.tags or (torch.Tag.pointwise not in target.tags and target not in _LIKE_TENSOR):

@@ -27,6 +27,7 @@ from ort_backend.lowering.kernels import (
     fused_attention,
     intel_kernels,
     tiny_products,
+    zero_scatter,
 )
 from ort_backend.lowering.kernels.attention_choice import ATTENTION, ATTENTION_BACKWARD, long_attention
 from ort_backend.lowering.kernels.dense_products import BFLOAT16_MM, MKL_MM, ONEDNN_MM
@@ -163,6 +164,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "oneDNN's product is faster at this size"
     if node.target is MKL_MM:
         return "MKL's product is faster at this size"
+    if node.target is zero_scatter.PUT_INTO_ZEROS:
+        return zero_scatter.REASON
     if node.target is WRITE_PARTS or node.target in WRITES_HERE:
         return "PyTorch writes to parts of a tensor where they lie"
     if node.target in channels_last.IMPLEMENTATIONS:
