@@ -174,6 +174,18 @@ def same_gradients(actual: Any, expected: Any, where: str = "gradient", rtol: fl
             same_tree(one.grad, other.grad, f"{where} {i}", rtol, atol)
 
 
+def same_without_and_with_gradients(function: Callable[[torch.Tensor], Any], x: torch.Tensor, **options: Any) -> None:
+    """Asserts that a function of `x` gives, compiled with `options`, eager's results without gradients, and with them also the gradient of `x`."""
+    one, other = twin(x).requires_grad_(), twin(x).requires_grad_()
+    with torch.no_grad():
+        same_tree(compiled(function, **options)(one), function(other))
+    results = compiled(function, **options)(one), function(other)
+    same_tree(*results)
+    for result in results:
+        result.square().sum().backward()
+    same_gradients(one, other)
+
+
 def same_module(actual: nn.Module, expected: nn.Module, rtol: float = RTOL, atol: float = ATOL) -> None:
     """Asserts equal parameters, their gradients, and buffers."""
     names = [name for name, _ in expected.named_parameters()]

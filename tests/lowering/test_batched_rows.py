@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from behaviours.check import compiled, same_gradients, same_tree, twin
+from behaviours.check import compiled, same_gradients, same_tree, same_without_and_with_gradients, twin
 from default_device import seeded
 
 from ort_backend import min_cut, regions
@@ -61,35 +61,24 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _check(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor = X, **options: Any) -> None:
-    one, other = twin(x).requires_grad_(), twin(x).requires_grad_()
-    with torch.no_grad():
-        same_tree(compiled(function, **options)(one), function(other))
-    results = compiled(function, **options)(one), function(other)
-    same_tree(*results)
-    for result in results:
-        result.square().sum().backward()
-    same_gradients(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", BATCHES)
 def test_rows_of_a_batch(rewritten: list[int], kind: str, dtype: torch.dtype) -> None:
     function, count = BATCHES[kind]
     # Whole numbers, whose sums in bfloat16 are the same in any order.
-    _check(lambda x: function(x).to(dtype), (X * 4).round().to(dtype))
+    same_without_and_with_gradients(lambda x: function(x).to(dtype), (X * 4).round().to(dtype))
     assert rewritten[0] >= 1 and sum(rewritten[1:]) >= count
 
 
 @pytest.mark.parametrize("kind", ["gather", "neighbours", "scatter_add"])
 def test_complex_rows(rewritten: list[int], kind: str) -> None:
-    _check(lambda x: torch.view_as_real(BATCHES[kind][0](torch.complex(x, x.flip(0)))))
+    same_without_and_with_gradients(lambda x: torch.view_as_real(BATCHES[kind][0](torch.complex(x, x.flip(0)))), X)
     assert rewritten[0] >= 1 and sum(rewritten[1:]) >= 2
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_others_stay(rewritten: list[int], kind: str) -> None:
-    _check(OTHERS[kind])
+    same_without_and_with_gradients(OTHERS[kind], X)
     assert sum(rewritten) == 0
 
 

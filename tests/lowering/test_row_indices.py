@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from behaviours.check import compiled, same_gradients, same_tree, twin
+from behaviours.check import compiled, same_gradients, same_tree, same_without_and_with_gradients, twin
 from default_device import seeded
 
 from ort_backend import regions
@@ -53,21 +52,10 @@ OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _check(function: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> None:
-    one, other = twin(X).requires_grad_(), twin(X).requires_grad_()
-    with torch.no_grad():
-        same_tree(compiled(function, **options)(one), function(other))
-    results = compiled(function, **options)(one), function(other)
-    same_tree(*results)
-    for result in results:
-        result.square().sum().backward()
-    same_gradients(one, other)
-
-
 @pytest.mark.parametrize("dynamic", [False, None])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_rows(rewritten: list[int], kind: str, dynamic: bool | None) -> None:
-    _check(WHOLE[kind], dynamic=dynamic)
+    same_without_and_with_gradients(WHOLE[kind], X, dynamic=dynamic)
     assert sum(rewritten) >= 2  # without gradients and with some
 
 
@@ -81,7 +69,7 @@ def test_others_stay(rewritten: list[int], kind: str) -> None:
         same_tree(result, torch.cat([torch.zeros(5, 2).index_add(0, ROWS, x[:, :2]), torch.zeros(5, 1)], 1)[:, : result.shape[1]])
     else:
         same_tree(result, function(x))
-        _check(function)
+        same_without_and_with_gradients(function, X)
 
 
 @pytest.mark.parametrize(
