@@ -260,8 +260,11 @@ def test_maxima_of_bags_by_pytorchs_kernel_where_a_gradient_goes_to_their_places
     assert not ort_backend.report().graphs[-1].outside
 
 
+_PUT = "ort_training::put_into_zeros"
+
+
 @single_session
-@pytest.mark.parametrize(("rows", "chosen"), [(1024, {"aten::gather", "aten::scatter_add"}), (512, {"aten::scatter_add"}), (128, set())])
+@pytest.mark.parametrize(("rows", "chosen"), [(1024, {"aten::gather", _PUT}), (512, {_PUT}), (128, set())])
 def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str]) -> None:
     outside = _outside(lambda x: x.gather(1, PLACES[:rows]) * 2, torch.randn(8192, 64))  # whose gradient is added into all of `x`
     assert {operator for operator, _, _ in outside} == chosen
