@@ -33,7 +33,7 @@ def index_batches(graph: fx.Graph) -> int:
     rewritten = 0
     for node in reversed(list(graph.nodes)):  # a sum in front of what it adds up
         write = _BY_ROWS.get(node.target)
-        if write is None:
+        if write is None or not node.users:  # nothing reads what was a summand
             continue
         with graph.inserting_before(node), node.meta["val"].fake_mode:
             new = write(graph, node)
