@@ -39,10 +39,11 @@ def dim(size: int | torch.SymInt) -> int | str:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """A size, or the example of a symbolic one (1 if there is none)."""
+    """A size, or the example of a symbolic one (1 if there is none, as of the ragged dimension of a nested tensor)."""
     if not isinstance(size, torch.SymInt):
         return size
-    return 1 if size.node.hint is None else size.node.hint
+    known = size.node.hint
+    return known if isinstance(known, int) else 1
 
 
 def example(size: int | ir.SymbolicDim, hints: Mapping[str, int | None], unknown: int = 0) -> int:

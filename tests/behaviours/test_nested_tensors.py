@@ -42,6 +42,13 @@ class Padded(Perceptron):
         return torch.nested.to_padded_tensor(super().forward(rows), 0.0)
 
 
+class Shares(Perceptron):
+    """Each row weighed by the softmax of its values."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.softmax(super().forward(rows), -1) * rows
+
+
 def _ragged(*lengths: int) -> Tensor:
     return torch.nested.nested_tensor([torch.randn(length, 8) for length in lengths], layout=torch.jagged)
 
@@ -50,7 +57,7 @@ def _loss(result: Tensor) -> Tensor:
     return (result.values() if result.is_nested else result).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Perceptron, Attention, Padded])
+@pytest.mark.parametrize("kind", [Perceptron, Attention, Padded, Shares])
 def test_training_on_ragged_batches(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     eager = kind()
