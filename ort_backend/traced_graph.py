@@ -10,6 +10,7 @@ from ort_backend.lowering.passes.grouped_queries import group_queries
 from ort_backend.lowering.passes.traced_masks import drop_traced_masks
 from ort_backend.lowering.passes.written_activations import fold_activations
 from ort_backend.lowering.passes.written_attention import fold_attention, has_long_softmax
+from ort_backend.lowering.tracing.contiguous_draws import draw_contiguous
 from ort_backend.lowering.tracing.nested_regions import inline_regions
 
 
@@ -25,6 +26,7 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     """
     inline_regions(gm)
     fix_epsilons(gm)
+    draw_contiguous(gm)
     fold_activations(gm)
     eager = gm
     if has_long_softmax(gm):

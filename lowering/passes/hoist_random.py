@@ -43,6 +43,8 @@ _LIKE = {
     aten.cauchy.default,
     aten.geometric.default,
 }
+# Of which the functional form fills memory in another order than the form in place, which the program has (`contiguous_draws`).
+_IN_PLACE: dict[Any, torch._ops.OpOverload] = {aten.bernoulli.p: aten.bernoulli_.float}
 # No tensor arguments at all.
 _FACTORIES = {
     *_and_with_generator(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
@@ -123,7 +125,7 @@ def _like(node: fx.Node, placeholders: Sequence[fx.Node]) -> Draw | None:
     layout = evaluator((*source.shape, *source.stride()), placeholders)
     if layout is None or any(isinstance(arg, fx.Node) for arg in rest):
         return None
-    rank, dtype, device, target = source.dim(), source.dtype, source.device, node.target
+    rank, dtype, device, target = source.dim(), source.dtype, source.device, _IN_PLACE.get(node.target, node.target)
     arguments, keywords = node.args[1:], dict(node.kwargs)
 
     def draw(args: Sequence[Any]) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch._decomp import core_aten_decompositions, decomposition_table
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ort_backend.lowering import registry
-from ort_backend.lowering.tracing import foreach, older_torch
+from ort_backend.lowering.tracing import foreach, older_torch, result_layouts
 from ort_backend.lowering.tracing.recurrent_layers import whole_recurrent_layers
 
 aten = torch.ops.aten
@@ -82,7 +82,14 @@ def table() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     whole = {*registry.registered(), *_WHOLE}
     taken_apart = {op: decomposition for op, decomposition in {**_core(), **_added()}.items() if op not in whole and not _is_random(op)}
-    return {**taken_apart, **_OURS, **foreach.decompositions(), **older_torch.decompositions(), **_by_dynamo()}
+    return {
+        **taken_apart,
+        **_OURS,
+        **foreach.decompositions(),
+        **older_torch.decompositions(),
+        **_by_dynamo(),
+        **result_layouts.decompositions(taken_apart),
+    }
 
 
 def _by_dynamo() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -97,6 +97,39 @@ def test_draws_are_eagers_draws(kind: str) -> None:
     same_as_eager(DRAWS[kind], call(X), graphs=1, python_ops=DEPENDENT.get(kind, []))
 
 
+def _written(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[:, 1:].transpose(0, 1).bernoulli_(0.5)
+    return y
+
+
+# Where the elements lie in memory decides which of them a draw is for, and PyTorch's fake tensors do not always know it.
+LAID_OUT: dict[str, Any] = {
+    "batch_norm": lambda x: F.dropout(F.batch_norm(x, None, None, training=True), 0.5),
+    "averages": lambda x: F.dropout(F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1]), training=True), 0.5),
+    "evaluated": lambda x: F.dropout(F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])), 0.5),
+    "log_sigmoid": lambda x: F.dropout(F.logsigmoid(x), 0.5),
+    "roll": lambda x: F.dropout(x.roll((1, 1), (0, -1)), 0.5),
+    "roll_flat": lambda x: F.dropout(x.roll(3), 0.5),
+    "shuffle": lambda x: F.dropout(F.channel_shuffle(x, 2) if x.dim() == 4 else x, 0.5),
+    "dropout_in_place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
+    "bernoulli_in_place": lambda x: x * torch.zeros_like(x).bernoulli_(0.5),
+    "bernoulli": lambda x: x * torch.bernoulli(x.detach(), 0.5) + x.detach().bernoulli(p=0.3),
+    "parts": _written,
+}
+
+
+@pytest.mark.cpu_only(reason="PyTorch's kernels of CUDA lay out other results")
+@pytest.mark.parametrize("kind", LAID_OUT)
+def test_draws_are_for_the_elements_of_eager(kind: str) -> None:
+    pictures = torch.randn(3, 5, 2, 4).transpose(1, 3)
+    layouts = [torch.randn(3, 6, 4).transpose(1, 2), torch.randn(3, 5, 4), torch.randn(4, 3, 6)[..., ::2].transpose(0, 1)]
+    layouts += [pictures, pictures.contiguous(memory_format=torch.channels_last), pictures.contiguous()]
+    for x in layouts:
+        same_as_eager(LAID_OUT[kind], call(x.requires_grad_()), graphs=1)
+        torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_a_draw_is_a_result(train: bool) -> None:
     """Nothing of the graph computes with it."""
