@@ -21,6 +21,7 @@ from ort_backend.lowering.kernels import (
     depthwise,
     part_writes,
     pointwise_convolutions,
+    selections,
     write_back,
     zero_scatter,
 )
@@ -48,6 +49,7 @@ IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
     **channels_last.IMPLEMENTATIONS,
     **channels_last_pooling.IMPLEMENTATIONS,
     **part_writes.IMPLEMENTATIONS,
+    **selections.IMPLEMENTATIONS,
     **write_back.IMPLEMENTATIONS,
     **zero_scatter.IMPLEMENTATIONS,
 }

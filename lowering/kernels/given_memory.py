@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ort_backend.lowering.kernels import dense_products, zero_scatter
+from ort_backend.lowering.kernels import dense_products, selections, zero_scatter
 from ort_backend.target import LARGE_RESULT
 
 aten = torch.ops.aten
@@ -42,12 +42,15 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     """
     if target is dense_products.IMPLEMENTATIONS[dense_products.MKL_MM]:  # and of products in bfloat16
         return dense_products.as_eager_into
+    selects = target in selections.INTO
     puts_into_zeros = target is zero_scatter.IMPLEMENTATIONS[zero_scatter.PUT_INTO_ZEROS]
-    if not (puts_into_zeros or isinstance(target, torch._ops.OpOverload)) or not isinstance(result, Tensor) or result.device.type != "cpu":
+    if not (selects or puts_into_zeros or isinstance(target, torch._ops.OpOverload)) or not isinstance(result, Tensor) or result.device.type != "cpu":
         return None
     shape = torch.Size(result.shape) if all(isinstance(size, int) for size in result.shape) else None
     if shape is not None and shape.numel() * result.dtype.itemsize < LARGE_RESULT:
         return None
+    if selects:
+        return selections.INTO[target]
     if result.is_complex() and target is not aten.mul.Tensor:
         return None
     if puts_into_zeros:

@@ -26,6 +26,7 @@ from ort_backend.lowering.kernels import (
     float64_kernels,
     fused_attention,
     intel_kernels,
+    selections,
     tiny_products,
     zero_scatter,
 )
@@ -81,6 +82,10 @@ SAMPLED = {
 
 # Elements from which on a kernel of PyTorch's in a PythonOp is faster than ONNX Runtime's Where (`kernel_table`).
 _LARGE_SELECTION = 16384
+
+# Elements from which on a selection by bits is worth two sessions: ONNX Runtime takes at least 0.3 ms of them, and 2 by a mask that follows from
+# values.
+_LARGE_MASK = 262144
 
 # What ONNX Runtime computes one number after the other in version 1.32.0 as well: 3 (`digamma`) to 49 (`copysign`) times PyTorch's time at 262,144
 # elements, and worth two more sessions, of some 30 us each, from `_FAR_LARGER` on. So are normalizations without kernels of their own: steps of a
@@ -206,6 +211,8 @@ def faster_in_pytorch(node: fx.Node, target: OrtTarget) -> str | None:
         return "PyTorch's kernel for channels side by side is faster at this size"
     if bag_choice.is_faster_in_pytorch(node, _NODE):
         return "PyTorch's kernel reads each row of a bag once"
+    if selections.is_faster_in_pytorch(node):
+        return "PyTorch selects by the bits of elements, without a branch for each"
     if (found := size_of(node)) is None:
         return None
     size, dtype = found
@@ -271,7 +278,7 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:
         return target.onednn and _is_far_faster_convolution(node, found)
-    if _finds_positions(node):
+    if _finds_positions(node) or selections.is_faster_in_pytorch(node, _LARGE_MASK):
         return True
     if node.target not in _FAR_FASTER and not node.meta.get(SELECTS):
         return False
