@@ -127,6 +127,11 @@ def functions(n: int) -> Iterator[Case]:
     yield aten.pow.Tensor_Tensor, (p, y), {}
     yield aten.pow.Tensor_Scalar, (p, 1.7), {}
     yield aten.xlogy.Tensor, (p, p), {}
+    yield aten.lerp.Tensor, (x, y, p), {}
+    yield aten.floor_divide.default, (x, p), {}
+    yield aten.floor.default, (x,), {}
+    for op in (aten.fmax, aten.fmin, aten.maximum):
+        yield op.default, (x, y), {}
 
 
 def rows(n: int) -> Iterator[Case]:

@@ -97,7 +97,7 @@ _FAR_FASTER = {
     aten.erfinv.default, aten.lgamma.default, aten.digamma.default, aten.logaddexp.default, aten.copysign.Tensor, aten.cumsum.default,
     aten.cumprod.default, aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.div.Tensor_mode,
     aten.pow.Tensor_Scalar, aten.binary_cross_entropy_with_logits.default,
-    aten.hypot.default,
+    aten.hypot.default, aten.lerp.Tensor, aten.floor_divide.default,
 }  # fmt: skip
 _FAR_LARGER = 65536
 _FARTHEST, _LARGER = 10, 16384  # where ONNX Runtime takes so many times as long, it takes 80 us or more longer from so many elements on

@@ -82,12 +82,11 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _selected(mask: Tensor, yes: Any, no: Any, empty: Empty) -> Tensor | None:
-    """`yes` where `mask` is set, elsewhere `no`, of which one at least has the shape of the mask; None for what this is not for."""
-    large = [one for one in (yes, no) if isinstance(one, Tensor) and one.dim()]
-    if mask.numel() < LARGE or mask.dtype is not torch.bool or mask.device.type != "cpu" or not large:
+    """`yes` where `mask` is set, elsewhere `no`, each of the mask's shape or one number; None for what this is not for."""
+    if mask.numel() < LARGE or mask.dtype is not torch.bool or mask.device.type != "cpu":
         return None
-    dtype = large[0].dtype
-    if dtype not in _INTEGERS or torch.result_type(yes, no) is not dtype or any(one.dtype is not dtype for one in large):
+    large, dtype = [one for one in (yes, no) if isinstance(one, Tensor) and one.dim()], torch.result_type(yes, no)
+    if dtype not in _INTEGERS or any(one.dtype is not dtype for one in large):
         return None
     if any(one.shape != mask.shape or not one.is_contiguous() for one in (mask, *large)):
         return None
@@ -99,15 +98,17 @@ def _selected(mask: Tensor, yes: Any, no: Any, empty: Empty) -> Tensor | None:
 
 
 def _by_bits(mask: Tensor, yes: Any, no: Any, result: Tensor) -> None:
-    """Writes to `result`, part by part. One of `yes` and `no` may be a number, all of them are the bits of what is selected."""
+    """Writes to `result`, part by part. `yes` and `no` may be numbers; they are the bits of what is selected."""
     size = _PART // result.itemsize * torch.get_num_threads()
     count = -(-len(mask) // size)
     parts = zip(*(one.split(size) if isinstance(one, Tensor) else (one,) * count for one in (mask, yes, no, result)))
     is_zero = isinstance(yes, int) and yes == 0, isinstance(no, int) and no == 0
-    bits = None if any(is_zero) else result.new_empty(min(size, len(mask)))
+    bits = None if any(is_zero) else result.new_empty(min(size, len(mask)))  # of the mask
     for chosen, one, other, out in parts:
         ones = (out if bits is None else bits[: len(chosen)]).copy_(chosen)
-        if is_zero[0]:
+        if not isinstance(one, Tensor) and not isinstance(other, Tensor):
+            torch.bitwise_and(torch.neg(ones, out=ones), one ^ other, out=out).bitwise_xor_(other)
+        elif is_zero[0]:
             torch.bitwise_and(torch.sub(ones, 1, out=ones), other, out=out)
         elif is_zero[1]:
             torch.bitwise_and(torch.neg(ones, out=ones), one, out=out)
