@@ -518,6 +518,7 @@ FASTER_IN_PYTORCH: dict[str, tuple[tuple[int, int, float], ...]] = {
     "aten.glu_backward.default": ((131072, 4194304, 1.4),),
     "aten.glu_backward.default in bfloat16": ((32768, 4194304, 2.7),),
     "aten.glu_backward.default in float16": ((16384, 4194304, 5.7),),
+    "aten.erf.default": ((32768, 16777216, 1.7),),
     "aten.floor.default": ((131072, 16777216, 1.9),),
     "aten.floor.default in bfloat16": ((32768, 16777216, 5.5),),
     "aten.floor.default in float16": ((8192, 16777216, 39.5),),

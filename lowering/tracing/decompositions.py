@@ -47,9 +47,15 @@ def _unsafe_split(self: torch.Tensor, split_size: int, dim: int = 0) -> list[tor
     return aten.unsafe_split_with_sizes.default(self, [*sizes, self.shape[dim] - sum(sizes)], dim)
 
 
+def _logit(self: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    return torch.log(self / (1 - self)) if eps is None else decomposition_table[aten.logit.default](self, eps)
+
+
 _OURS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     # PyTorch's selects by the sign of each element.
     aten.log_sigmoid_backward.default: lambda grad_output, self, buffer: grad_output * torch.sigmoid(-self),
+    # PyTorch's selects between the numbers and bounds, also where there are none.
+    aten.logit.default: _logit,
     # PyTorch's gives views, and autograd forbids to write to several of one operator: that is what "unsafe" leaves out.
     aten.unsafe_split.Tensor: _unsafe_split,
     # PyTorch's kernel refuses memory that is not PyTorch's own, such as that of a session's results. When it is copied no result can tell.
