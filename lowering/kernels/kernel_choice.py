@@ -100,6 +100,14 @@ _FAR_FASTER = {
     aten.hypot.default, aten.lerp.Tensor, aten.floor_divide.default,
 }  # fmt: skip
 _FAR_LARGER = 65536
+# What is worth two sessions if it saves as long, beside operators with the tag of pointwise functions: their gradients, and what moves numbers.
+_LIKE_POINTWISE = {
+    aten.hardswish.default, aten.hardswish_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
+    aten.softplus_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default, aten.hardshrink_backward.default,
+    aten.softshrink_backward.default, aten.smooth_l1_loss.default, aten.smooth_l1_loss_backward.default, aten.huber_loss.default,
+    aten.huber_loss_backward.default, aten.glu.default, aten.glu_backward.default, aten.gather.default, aten.scatter.src,
+    aten.scatter_add.default, aten.flip.default, aten.roll.default, aten.max.dim, aten.min.dim, aten.amax.default, aten.amin.default,
+}  # fmt: skip
 _FARTHEST, _LARGER = 10, 16384  # where ONNX Runtime takes so many times as long, it takes 80 us or more longer from so many elements on
 
 # Microseconds that a node of PyTorch's costs inside a session where its Python is in no cache, beyond what it costs where it is; and what one costs
@@ -107,6 +115,7 @@ _FARTHEST, _LARGER = 10, 16384  # where ONNX Runtime takes so many times as long
 _NODE = 30.0
 _SESSIONS = 60.0
 _MULTIPLICATION = 1.5e-5  # by oneDNN
+_ELEMENT = 1.2e-4  # of a pointwise kernel of PyTorch's, at the least
 
 # What oneDNN has kernels in bfloat16 for, where the processor has instructions.
 _PRODUCTS = {aten.convolution.default, aten.convolution_backward.default, aten.bmm.default}
@@ -280,6 +289,8 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return target.onednn and _is_far_faster_convolution(node, found)
     if _finds_positions(node) or selections.is_faster_in_pytorch(node, _LARGE_MASK):
         return True
+    if found is not None and _saves_sessions(node, *found):
+        return True
     if node.target not in _FAR_FASTER and not node.meta.get(SELECTS):
         return False
     if node.target is aten.pow.Tensor_Scalar and not operator_class(node).endswith(" any"):
@@ -290,6 +301,16 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return False
     size, dtype = found
     return size >= (_LARGER if (_ratio(table_key(node, dtype), size) or 0) >= _FARTHEST else _FAR_LARGER)
+
+
+def _saves_sessions(node: fx.Node, size: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel that the table has for float32 saves more than two sessions cost, if it does nothing but read and write memory."""
+    if dtype is not torch.float32 or not isinstance(node.target, torch._ops.OpOverload) or node.target is aten._to_copy.default:
+        return False
+    if torch.Tag.pointwise not in node.target.tags and node.target not in _LIKE_POINTWISE:
+        return False
+    ratio = _ratio(table_key(node, dtype), size)
+    return ratio is not None and (ratio - 1) * size * _ELEMENT > 2 * _SESSIONS
 
 
 def _is_far_faster_attention(node: fx.Node, target: OrtTarget) -> bool:
