@@ -49,10 +49,10 @@ def into_given_memory(target: Any, result: Any) -> Callable[..., Tensor] | None:
     shape = torch.Size(result.shape) if all(isinstance(size, int) for size in result.shape) else None
     if shape is not None and shape.numel() * result.dtype.itemsize < LARGE_RESULT:
         return None
-    if selects:
-        return selections.INTO[target]
     if result.is_complex() and target is not aten.mul.Tensor:
         return None
+    if selects:
+        return selections.INTO[target]
     if puts_into_zeros:
         return zero_scatter.put_into
     if target is aten._to_copy.default:
