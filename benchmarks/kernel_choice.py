@@ -293,6 +293,10 @@ def steps(n: int) -> Iterator[Case]:
     for op in (aten.median, aten.nanmedian):
         yield op.default, (rand(n),), {}
         yield op.dim, (rand(max(n // 256, 1), 256), -1), {}
+    bounds = torch.linspace(-2, 2, 64)
+    yield aten.masked_scatter.default, (rand(n), rand(n) > 0, rand(n)), {}
+    yield aten.bucketize.Tensor, (rand(n), bounds), {}
+    yield aten.searchsorted.Tensor, (bounds, rand(n)), {}
     alpha, beta = torch.rand(n) * 5 + 0.1, torch.rand(n) * 5 + 0.1
     yield aten._dirichlet_grad.default, (torch.rand(n), alpha, alpha + beta), {}
     for batch in (1, 16):

@@ -60,10 +60,12 @@ aten = torch.ops.aten
 # ONNX Runtime's time over PyTorch's in a PythonOp (`python -m benchmarks.kernel_choice --only steps`): running extremes of 1024 to a million elements
 # 4 to 17 along rows of 256, up to 29 along one row; the gradient of Dirichlet samples 5 to 7; Cholesky factors 0.5 to 1.1 for 4 x 4 to 16 x 16, then
 # 1.8 (32 x 32), 3.3 (64 x 64), 5 (128 x 128), triangular systems 0.4 to 0.9, then 1.4, 2.3, 3.6. Medians of
-# 2048 elements 1.0 to 1.7, of 8192 2 to 15, of 65,536 3 to 9.
+# 2048 elements 1.0 to 1.7, of 8192 2 to 15, of 65,536 3 to 9. Elements of a mask, of which each is put where so many before it are set, 9 to 20 from
+# 16,384 on; numbers looked for among 64 bounds 1.9 to 2.5.
 IN_STEPS = {
     aten.cummax.default: 0, aten.cummin.default: 0, aten._dirichlet_grad.default: 0, CUMPROD_BACKWARD: 0,
     aten.median.default: 8192, aten.nanmedian.default: 8192, aten.median.dim: 8192, aten.nanmedian.dim: 8192,
+    aten.masked_scatter.default: 16384, aten.bucketize.Tensor: 8192, aten.searchsorted.Tensor: 8192,
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.constants import as_bool, constant, scalar_like
+from ort_backend.lowering.constants import as_bool, constant, negated, scalar_like
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten
@@ -47,21 +47,21 @@ for _tensor, _scalar, _kind in _COMPARISONS:
 @register(aten.ne.Tensor, aten.ne.Scalar, promote="inputs")
 def ne(op: Any, self: Operand, other: Operand) -> ir.Value:
     """ne.Tensor(Tensor self, Tensor other) -> Tensor"""
-    return op.Not(op.Equal(*_operands(op, self, other)))
+    return negated(op, op.Equal(*_operands(op, self, other)))
 
 
 @register(aten.isnan.default)
 def isnan(op: Any, self: ir.Value) -> ir.Value:
     """isnan(Tensor self) -> Tensor"""
     assert self.dtype is not None
-    return op.IsNaN(self) if self.dtype.is_floating_point() else op.Not(op.Equal(self, self))
+    return op.IsNaN(self) if self.dtype.is_floating_point() else negated(op, op.Equal(self, self))
 
 
 @register(aten.isinf.default)
 def isinf(op: Any, self: ir.Value) -> ir.Value:
     """isinf(Tensor self) -> Tensor"""
     assert self.dtype is not None
-    return op.IsInf(self) if self.dtype.is_floating_point() else op.Not(op.Equal(self, self))
+    return op.IsInf(self) if self.dtype.is_floating_point() else negated(op, op.Equal(self, self))
 
 
 @register(aten.isfinite.default)
@@ -113,13 +113,13 @@ for _packet, _kind in _BITS:
 @register(aten.logical_not.default, promote="bool")
 def logical_not(op: Any, self: ir.Value) -> ir.Value:
     """logical_not(Tensor self) -> Tensor"""
-    return op.Not(self)
+    return negated(op, self)
 
 
 @register(aten.bitwise_not.default)
 def bitwise_not(op: Any, self: ir.Value) -> ir.Value:
     """bitwise_not(Tensor self) -> Tensor"""
-    return op.Not(self) if self.dtype == ir.DataType.BOOL else op.BitwiseNot(self)
+    return negated(op, self) if self.dtype == ir.DataType.BOOL else op.BitwiseNot(self)
 
 
 # -- choices
@@ -130,7 +130,7 @@ def where_(op: Any, condition: ir.Value, yes: ir.Value, no: ir.Value) -> ir.Valu
     if condition.dtype != ir.DataType.BOOL:
         condition = as_bool(op, condition)
     if yes.dtype == ir.DataType.BOOL:
-        return op.Or(op.And(condition, yes), op.And(op.Not(condition), no))
+        return op.Or(op.And(condition, yes), op.And(negated(op, condition), no))
     return op.Where(condition, yes, no)
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.complex_numbers import Complex, as_complex, from_pairs, from_real
-from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.constants import negated, scalar_like
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.ordering import behind as real_behind
@@ -261,7 +261,7 @@ def eq(op: Any, self: Operand, other: Operand) -> ir.Value:
 @register_complex(aten.ne.Tensor, aten.ne.Scalar, promote="inputs")
 def ne(op: Any, self: Operand, other: Operand) -> ir.Value:
     """ne.Tensor(Tensor self, Tensor other) -> Tensor"""
-    return op.Not(eq(op, self, other))
+    return negated(op, eq(op, self, other))
 
 
 def nonzero(op: Any, value: Complex | ir.Value) -> ir.Value:
@@ -286,4 +286,4 @@ def isinf(op: Any, self: Complex) -> ir.Value:
 @register_complex(aten.logical_not.default)
 def logical_not(op: Any, self: Complex) -> ir.Value:
     """logical_not(Tensor self) -> Tensor"""
-    return op.Not(nonzero(op, self))
+    return negated(op, nonzero(op, self))

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.complex_numbers import Complex
-from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.constants import negated, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops import pointwise, reduction
 from ort_backend.lowering.ops.complex_arithmetic import Operand, add, complexes, conj, mul, nonzero, reciprocal, sub, times
@@ -120,7 +120,7 @@ def pow_(op: Any, self: Operand, exponent: Operand) -> Complex:
     base, power = complexes(op, self, exponent)
     zero, one = scalar_like(op, 0.0, base.real), scalar_like(op, 1.0, base.real)
     result = exp(op, mul(op, power, log(op, base)))
-    is_zero, is_one = op.Not(nonzero(op, base)), op.Not(nonzero(op, power))
+    is_zero, is_one = negated(op, nonzero(op, base)), negated(op, nonzero(op, power))
 
     def with_zeros(part: ir.Value, at_zero: ir.Value) -> ir.Value:
         return op.Where(is_one, at_zero, op.Where(is_zero, zero, part))

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import rank, sizes
-from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.constants import int64s, negated, scalar_like
 from ort_backend.lowering.ops.reduction import euclidean_norm, sum_of_magnitudes
 from ort_backend.lowering.registry import Unsupported, register
 
@@ -38,7 +38,7 @@ def cdist_forward(op: Any, x1: ir.Value, x2: ir.Value, p: float, compute_mode: i
     apart = _differences(op, x1, x2)
     last = int64s(op, [-1])
     if p == 0:
-        return op.ReduceSum(op.Cast(op.Not(op.Equal(apart, scalar_like(op, 0.0, apart))), to=apart.dtype), last, keepdims=0)
+        return op.ReduceSum(op.Cast(negated(op, op.Equal(apart, scalar_like(op, 0.0, apart))), to=apart.dtype), last, keepdims=0)
     if p == 1:
         return sum_of_magnitudes(op, apart, [rank(apart) - 1], keepdim=False)
     if p == 2:

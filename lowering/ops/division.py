@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.constants import negated, scalar_like
 from ort_backend.lowering.ops.pointwise import Operand, is_float, operands, trunc
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.symbolic import is_positive
@@ -78,7 +78,7 @@ def _is_beyond(op: Any, rest: ir.Value, divisor: ir.Value, other: Operand) -> ir
     zero = scalar_like(op, 0, rest)
     if not isinstance(other, ir.Value):
         return op.Less(rest, zero) if other >= 0 else op.Greater(rest, zero)
-    return op.And(op.Not(op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
+    return op.And(negated(op, op.Equal(rest, zero)), op.Xor(op.Less(rest, zero), op.Less(divisor, zero)))
 
 
 @register(aten.remainder.Tensor, aten.remainder.Scalar, promote="inputs")

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import element_count, length
-from ort_backend.lowering.constants import as_int64, int64s, scalar_like
+from ort_backend.lowering.constants import as_int64, int64s, negated, scalar_like
 from ort_backend.lowering.kernels.logit_gradients import BFLOAT16_LOGIT_GRADIENT
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.ops.indexing import from_front
@@ -62,7 +62,7 @@ def _rows(op: Any, self: ir.Value, target: ir.Value, weight: ir.Value | None, ig
     target = as_int64(op, target)
     if rank > 1 or not target.shape.rank():  # type: ignore[union-attr]
         target = op.Unsqueeze(target, int64s(op, [axis]))
-    counted = op.Not(op.Equal(target, scalar_like(op, ignore_index, target)))
+    counted = negated(op, op.Equal(target, scalar_like(op, ignore_index, target)))
     index = op.Where(counted, target, scalar_like(op, 0, target))
     if weight is None:
         return index, counted, op.Cast(counted, to=self.dtype), axis

@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from ort_backend.lowering.constants import scalar_like
+from ort_backend.lowering.constants import negated, scalar_like
 from ort_backend.lowering.dtypes import to_torch
 from ort_backend.lowering.ops.pointwise import Number, Operand, is_float
 from ort_backend.lowering.registry import Unsupported, register
@@ -85,7 +85,7 @@ def copysign(op: Any, self: ir.Value, other: Operand) -> ir.Value:
 def signbit(op: Any, self: ir.Value) -> ir.Value:
     """signbit(Tensor self) -> Tensor"""
     if self.dtype == ir.DataType.BOOL:
-        return op.And(self, op.Not(self))
+        return op.And(self, negated(op, self))
     return _signbit(op, self) if is_float(self) else op.Less(self, scalar_like(op, 0, self))
 
 
@@ -120,7 +120,7 @@ def xlogy(op: Any, self: ir.Value, other: Operand) -> ir.Value:
     """xlogy.Tensor(Tensor self, Tensor other) -> Tensor"""
     other = scalar_like(op, other, self)
     zero = scalar_like(op, 0.0, self)
-    absent = op.And(op.Equal(self, zero), op.Not(op.IsNaN(other)))
+    absent = op.And(op.Equal(self, zero), negated(op, op.IsNaN(other)))
     return op.Where(absent, zero, op.Mul(self, op.Log(other)))
 
 

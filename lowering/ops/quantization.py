@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import rank
-from ort_backend.lowering.constants import int64s, scalar_like
+from ort_backend.lowering.constants import int64s, negated, scalar_like
 from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def fake_quantize_per_tensor_of_tensors(
     """
     made, mask = _fake_quantized(op, self, _along(op, scale, self, -1), _along(op, zero_point, self, -1), quant_min, quant_max)
     enabled = op.Cast(op.Reshape(fake_quant_enabled, int64s(op, [])), to=ir.DataType.BOOL)
-    return op.Where(enabled, made, self), op.Or(mask, op.Not(enabled))
+    return op.Where(enabled, made, self), op.Or(mask, negated(op, enabled))
 
 
 @register(aten.fake_quantize_per_channel_affine_cachemask.default)

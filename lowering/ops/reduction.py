@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import axes, axis, length, may_be_zero, rank
-from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.constants import constant, int64s, negated, scalar_like
 from ort_backend.lowering.ops.pointwise import exp
 from ort_backend.lowering.ops.running import gradient_of_running_product, running_product, running_sum
 from ort_backend.lowering.registry import Unsupported, register
@@ -287,7 +287,7 @@ def all_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> ir.Valu
 @register(aten.all.dims, promote="bool")
 def all_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -> ir.Value:
     """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
-    return op.Not(any_dims(op, _typed(op.Not(self), self), dim, keepdim))
+    return negated(op, any_dims(op, _typed(negated(op, self), self), dim, keepdim))
 
 
 # -- statistics and norms
@@ -357,7 +357,7 @@ def linalg_vector_norm(
     if ord == 1:
         return sum_of_magnitudes(op, self, at, keepdim)
     if ord == 0:
-        nonzero = op.Not(op.Equal(self, scalar_like(op, 0.0, self)))
+        nonzero = negated(op, op.Equal(self, scalar_like(op, 0.0, self)))
         return _reduce(op, "ReduceSum", _typed(op.Cast(nonzero, to=self.dtype), self), at, keepdim)
     absolute = _typed(op.Abs(self), self)
     if math.isinf(ord):

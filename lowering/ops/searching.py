@@ -8,7 +8,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import rank
-from ort_backend.lowering.constants import Scalar, int64s, scalar_like
+from ort_backend.lowering.constants import Scalar, int64s, negated, scalar_like
 from ort_backend.lowering.registry import register
 
 aten = torch.ops.aten
@@ -60,5 +60,5 @@ def _count_before(op: Any, boundaries: ir.Value, values: ir.Value, right: bool) 
     """For each value, how many of the boundaries come before it; of one that equals it: `right`."""
     ahead = op.Unsqueeze(values, int64s(op, [rank(values)]))
     behind = op.Greater(boundaries, ahead) if right else op.GreaterOrEqual(boundaries, ahead)
-    before = op.Cast(op.Not(behind), to=ir.DataType.INT64)  # NaN comes last: nothing is behind it
+    before = op.Cast(negated(op, behind), to=ir.DataType.INT64)  # NaN comes last: nothing is behind it
     return op.ReduceSum(before, int64s(op, [rank(values)]), keepdims=0)

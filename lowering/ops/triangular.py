@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from ort_backend.lowering.axes import length, rank
-from ort_backend.lowering.constants import constant, int64s, scalar_like
+from ort_backend.lowering.constants import constant, int64s, negated, scalar_like
 from ort_backend.lowering.microsoft import typed
 from ort_backend.lowering.registry import Unsupported, register
 from ort_backend.lowering.scan import Body, numbers, scan
@@ -56,7 +56,7 @@ def linalg_cholesky_ex(op: Any, self: ir.Value, *, upper: bool = False, check_er
     _, columns, pivots = scan(op, step, [whole], [_places(op, self)], ranks=[dims + 1] * 2, result_axes=[dims - 1, dims - 2])
     columns, pivots = op.Squeeze(columns, int64s(op, [dims])), op.Squeeze(pivots, int64s(op, [dims]))
     factor = op.Trilu(op.Div(columns, op.Sqrt(_turned(op, typed(pivots, self.dtype, [None] * dims)))), upper=0)
-    wrong = op.Not(op.Greater(op.Squeeze(pivots, int64s(op, [-1])), scalar_like(op, 0.0, self)))
+    wrong = negated(op, op.Greater(op.Squeeze(pivots, int64s(op, [-1])), scalar_like(op, 0.0, self)))
     return _turned(op, typed(factor, self.dtype, self.shape)) if upper else factor, _first(op, wrong)
 
 

@@ -201,12 +201,18 @@ PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
         (torch.hypot, 65535, False),
         (lambda x, y: x**1.7, 65536, True),
         (lambda x, y: x**2, 65536, False),
+        (lambda x, y: torch.lerp(x, y, y), 65536, True),
+        (lambda x, y: nn.functional.softplus(x), 1048576, True),
+        (lambda x, y: nn.functional.softplus(x), 65536, False),
+        (lambda x, y: nn.functional.huber_loss(x, y, reduction="none"), 524288, True),
+        (lambda x, y: torch.where(x > 0, x, y), 262144, [False, True]),
+        (lambda x, y: torch.where(x > 0, x, y), 262143, [False, False]),
     ],
 )
-def test_between_sessions_by_how_much_is_gained(function: Any, elements: int, chosen: bool) -> None:
+def test_between_sessions_by_how_much_is_gained(function: Any, elements: int, chosen: bool | list[bool]) -> None:
     target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured")
     nodes = [node for node in trace(function, [torch.ones(elements)] * 2).graph.nodes if node.op == "call_function"]
-    assert [kernel_choice.far_faster_in_pytorch(node, target) for node in nodes] == [chosen]
+    assert [kernel_choice.far_faster_in_pytorch(node, target) for node in nodes] == (chosen if isinstance(chosen, list) else [chosen])
     asked = dataclasses.replace(target, kernels="onnxruntime")
     assert not kernel_choice.far_faster_in_pytorch(nodes[0], asked)
 
@@ -284,8 +290,27 @@ def test_elements_at_indices_by_the_number_of_these(rows: int, chosen: set[str])
         (lambda x: (x * x + 1) ** 1.7, (512, 64), ["aten::pow.Tensor_Scalar"]),
         (lambda x: x.median() * 2, (128, 64), ["aten::median"]),
         (lambda x: x.nanmedian(-1)[0] * 2, (128, 64), ["aten::nanmedian.dim"]),
+        (lambda x: (x * 2).masked_scatter(PLACES[:512] > 31, x), (512, 32), ["aten::masked_scatter"]),
+        (lambda x: x * torch.bucketize(x.detach(), torch.arange(-1.0, 1.0, 0.25)), (512, 64), ["aten::bucketize.Tensor"]),
+        (lambda x: x.lerp(x * 2, x.detach() + 1), (512, 64), ["aten::lerp.Tensor"]),
     ],
-    ids=["glu", "leaky_relu", "prelu", "roll", "slice", "index_select", "scatter", "power", "median", "medians of rows"],
+    ids=[
+        *(
+            "glu",
+            "leaky_relu",
+            "prelu",
+            "roll",
+            "slice",
+            "index_select",
+            "scatter",
+            "power",
+            "median",
+            "medians of rows",
+            "masked_scatter",
+            "bucketize",
+        ),
+        "lerp",
+    ],
 )
 def test_large_tensors_by_pytorchs_kernels(function: Any, shape: tuple[int, ...], chosen: list[str]) -> None:
     assert [operator for operator, _, _ in _outside(function, torch.randn(shape))] == chosen
