@@ -283,13 +283,15 @@ def far_faster_in_pytorch(node: fx.Node, target: OrtTarget) -> bool:
         return True
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return _is_far_faster_attention(node, target)
+    if selections.is_faster_in_pytorch(node, _LARGE_MASK):
+        return True
     if (found := size_of(node)) is not None and found[1] is torch.float64 and float64_kernels.far_faster(node, found[0]):
         return True
     if found is not None and found[1] not in (torch.float32, torch.float64):
         return _far_faster_in_half(node, *found, target)
     if node.target is aten.convolution.default:
         return target.onednn and _is_far_faster_convolution(node, found)
-    if _finds_positions(node) or selections.is_faster_in_pytorch(node, _LARGE_MASK):
+    if _finds_positions(node):
         return True
     if found is not None and _saves_sessions(node, *found):
         return True

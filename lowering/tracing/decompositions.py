@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,18 @@ def _logit(self: torch.Tensor, eps: float | None = None) -> torch.Tensor:
     return torch.log(self / (1 - self)) if eps is None else decomposition_table[aten.logit.default](self, eps)
 
 
+def _index_put(self: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False) -> Any:
+    """One number where a mask of the whole tensor is set, as `x[x < 0] = 0` writes it, is a selection; the rest stays whole."""
+    mask = indices[0]
+    if accumulate or values.dim() or len(indices) > 1 or mask is None or mask.dtype is not torch.bool or mask.dim() != self.dim():
+        return NotImplemented
+    return aten.masked_fill.Tensor(self, mask, values)
+
+
 _OURS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     # PyTorch's selects by the sign of each element.
     aten.log_sigmoid_backward.default: lambda grad_output, self, buffer: grad_output * torch.sigmoid(-self),
+    aten.index_put.default: _index_put,
     # PyTorch's selects between the numbers and bounds, also where there are none.
     aten.logit.default: _logit,
     # PyTorch's gives views, and autograd forbids to write to several of one operator: that is what "unsafe" leaves out.

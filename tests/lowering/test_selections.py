@@ -23,6 +23,10 @@ SHAPES = {"one_part": (LARGE,), "parts": (3, 700, 512), "small": (40, 5)}
 NUMBERS: list[Any] = [0.0, -0.0, 2, True, math.inf, math.nan, torch.tensor(1.5, dtype=torch.float64), torch.tensor(3)]
 
 
+# In half precision, where a sum or a softmax is rounded at other places.
+ROUGHLY: dict[str, Any] = {"rtol": 0.1, "atol": 0.02}
+
+
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.full(shape, 7, dtype=dtype)
 
@@ -64,12 +68,20 @@ def test_the_kernels_select_what_pytorch_selects(size: str, dtype: torch.dtype) 
             _same(INTO[fill](_empty, one, chosen, value), one.masked_fill(chosen, value))
 
 
+def _assigned(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result = x * y
+    result[y < 0] = 0
+    result[x < 0] = y.mean()
+    return result
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "where": lambda x, y: torch.where(x > 0, x * y, y.exp()),
     "number": lambda x, y: torch.where(x > 0, x.sqrt(), -1.0) + torch.where(y > 0.5, 2.0, y),
     "masked_fill": lambda x, y: (x * y).masked_fill(y < 0, 3.0),
     "divergence": lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="none") * x,
     "step": lambda x, y: torch.heaviside(x.detach(), y.detach()) * x + y,
+    "assigned": _assigned,
     "clamped": lambda x, y: x.clamp(-1, 1) * torch.maximum(x, y),
 }
 
@@ -83,8 +95,19 @@ def _selects() -> bool:
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_large_selections_in_a_graph(kind: str, dtype: torch.dtype) -> None:
     x, y = (torch.randn(8, 256, 128, generator=seeded(i)).to(dtype).requires_grad_() for i in range(2))
-    same_as_eager(FUNCTIONS[kind], call(x, y), graphs=1, **({"rtol": 0.1, "atol": 0.02} if kind == "divergence" and dtype is torch.bfloat16 else {}))
+    same_as_eager(FUNCTIONS[kind], call(x, y), graphs=1, **(ROUGHLY if dtype is torch.bfloat16 else {}))
     assert _selects()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
+def test_numbers_assigned_by_masks(dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor, mask: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole, rows = x.clone(), x.clone()
+        whole[mask], rows[mask[0]] = 1, number
+        return whole, rows
+
+    x = (torch.randn(5, 5, generator=seeded(0)) * 2).to(dtype)
+    same_as_eager(function, call(x, torch.rand(5, 5, generator=seeded(1)) > 0.5, x[0, 0]), graphs=1)
 
 
 def test_small_ones_and_broadcast_masks_stay_on_onnx_runtime() -> None:
