@@ -69,6 +69,9 @@ IN_STEPS = {
     aten.linalg_cholesky_ex.default: 1024, aten.linalg_solve_triangular.default: 1024, aten.cholesky_solve.default: 1024,
 }  # fmt: skip
 
+# Of these, what ONNX Runtime writes as a few nodes, all of which have kernels for a GPU.
+_OF_SEVERAL_NODES = {aten.masked_scatter.default, aten.bucketize.Tensor, aten.searchsorted.Tensor}
+
 # Which of several equal elements they take is not specified (`sort` is stable if told so only), but the gradient goes there, and tokens go to the
 # experts that a router takes. PyTorch's kernels take what they take in eager PyTorch; a call costs some 15 us more than a node of ONNX Runtime's.
 _SELECTIONS = {aten.topk.default, aten.kthvalue.default, aten.sort.default}
@@ -361,7 +364,7 @@ def slow_in_steps(node: fx.Node, target: OrtTarget) -> bool:
     if node.target not in {*IN_STEPS, *SAMPLED} or target.kernels == "onnxruntime":
         return False
     if target.device_type != "cpu":
-        return True
+        return node.target not in _OF_SEVERAL_NODES
     if node.target in SAMPLED:
         return hint(node.args[0].meta["val"].shape[1]) <= SAMPLED[node.target]  # type: ignore[union-attr]
     shapes = [one.meta["val"].shape for one in node.all_input_nodes if isinstance(one.meta.get("val"), torch.Tensor)]
