@@ -19,7 +19,7 @@ SAMPLED = --every $(EVERY):tests/ops --every $(EVERY):tests/lowering
 # what takes long and does not depend on the package.
 PLAIN_TESTS ?= tests/test_regions.py tests/behaviours tests/autograd_function tests/test_training.py tests/test_zoo.py tests/ops tests/lowering/test_recompute.py \
 	tests/lowering/test_cheap.py tests/lowering/test_recurrent.py tests/lowering/test_statistics.py tests/lowering/test_activation.py \
-	tests/lowering/test_written_activations.py tests/lowering/test_written_attention.py tests/lowering/test_batched_rows.py \
+	tests/lowering/test_written_activations.py tests/lowering/test_written_attention.py tests/lowering/test_batched_rows.py tests/lowering/test_selections.py \
 	--ignore=tests/ops/test_opinfo.py --ignore=tests/behaviours/test_denormals.py \
 	--deselect=tests/behaviours/test_dumps.py::test_the_repro_script_runs[dynamic] --deselect=tests/ops/test_supported.py::test_it_is_a_command \
 	--deselect=tests/autograd_function/test_lifetimes.py::test_five_hundred_steps_are_flat[False] \
