@@ -21,9 +21,9 @@ from ort_backend.lowering.functions.autograd_function import BACKWARD, FORWARD
 from ort_backend.lowering.functions.function_site import SITES
 from ort_backend.lowering.graph import GraphLowering
 from ort_backend.lowering.kernels.fused_attention import REASON as FUSED
-from ort_backend.lowering.kernels.kernel_choice import far_faster_in_pytorch
 from ort_backend.lowering.kernels.optimizer_steps import IN_PARAMETERS
 from ort_backend.lowering.kernels.row_sums import IN_PLACE
+from ort_backend.lowering.kernels.session_choice import far_faster_in_pytorch
 from ort_backend.lowering.kernels.write_back import IN_ARGUMENT
 from ort_backend.lowering.lowered import Content, LoweredGraph, NotOnOrt, Outside
 from ort_backend.lowering.memory_order import READS_STRIDES, order_of, storage_order

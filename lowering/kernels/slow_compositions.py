@@ -11,7 +11,6 @@ from ort_backend.lowering import symbolic
 from ort_backend.lowering.fx_nodes import attribute, convolution_of
 from ort_backend.lowering.kernels.cudnn import CUDNN_LAYER, CUDNN_LAYER_BACKWARD
 from ort_backend.lowering.kernels.kernel_choice import (
-    far_faster_in_pytorch,
     faster_in_pytorch,
     is_volume_convolution,
     selects_any,
@@ -21,6 +20,7 @@ from ort_backend.lowering.kernels.kernel_choice import (
 )
 from ort_backend.lowering.kernels.onednn import ONEDNN_LSTM, ONEDNN_LSTM_BACKWARD
 from ort_backend.lowering.kernels.part_writes import WRITE_PARTS
+from ort_backend.lowering.kernels.session_choice import far_faster_in_pytorch
 from ort_backend.lowering.ops.convolution import is_pointwise
 from ort_backend.target import OrtTarget
 

@@ -15,9 +15,9 @@ from ort_backend.lowering.complex_numbers import Complex, as_complex, from_pairs
 from ort_backend.lowering.constants import negated, scalar_like
 from ort_backend.lowering.later import BEHIND
 from ort_backend.lowering.microsoft import typed
+from ort_backend.lowering.ops.norms import linalg_vector_norm as real_vector_norm
 from ort_backend.lowering.ops.ordering import behind as real_behind
 from ort_backend.lowering.ops.powers import atan2, hypot
-from ort_backend.lowering.ops.reduction import linalg_vector_norm as real_vector_norm
 from ort_backend.lowering.registry import register, register_complex
 
 aten = torch.ops.aten

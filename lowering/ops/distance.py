@@ -10,7 +10,7 @@ import torch
 
 from ort_backend.lowering.axes import rank, sizes
 from ort_backend.lowering.constants import int64s, negated, scalar_like
-from ort_backend.lowering.ops.reduction import euclidean_norm, sum_of_magnitudes
+from ort_backend.lowering.ops.norms import euclidean_norm, sum_of_magnitudes
 from ort_backend.lowering.registry import Unsupported, register
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Reductions over axes: sums, extremes, statistics, norms, and running sums."""
+"""Reductions over axes: sums, extremes, statistics, and running sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ort_backend.lowering.axes import axes, axis, length, may_be_zero, rank
 from ort_backend.lowering.constants import constant, int64s, negated, scalar_like
 from ort_backend.lowering.ops.pointwise import exp
 from ort_backend.lowering.ops.running import gradient_of_running_product, running_product, running_sum
-from ort_backend.lowering.registry import Unsupported, register
+from ort_backend.lowering.registry import register
 from ort_backend.lowering.tracing.cumulative_products import CUMPROD_BACKWARD
 
 aten = torch.ops.aten
@@ -23,7 +23,8 @@ Dims = int | Sequence[int] | None
 Correction = int | float | ir.Value | None
 
 
-def _reduce(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+def reduce_along(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    """A reduction of ONNX's (`kind`) of `value` along the axes `at`."""
     if len(at) == rank(value):
         return getattr(op, kind)(value, keepdims=int(keepdim))
     return getattr(op, kind)(value, int64s(op, at), keepdims=int(keepdim))
@@ -41,7 +42,7 @@ def sum_(op: Any, self: ir.Value, dtype: torch.dtype | None = None) -> ir.Value:
 @register(aten.sum.dim_IntList, promote="output")
 def sum_dim(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None) -> ir.Value:
     """sum.dim_IntList(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
-    return _reduce(op, "ReduceSum", self, axes(self, dim), keepdim) if rank(self) else self
+    return reduce_along(op, "ReduceSum", self, axes(self, dim), keepdim) if rank(self) else self
 
 
 @register(aten.mean.default, promote="output")
@@ -57,9 +58,9 @@ def mean_dim(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False, dtype: t
     if rank(self) == 0:
         return self
     if all(_never_empty(self, i) for i in at):
-        return _reduce(op, "ReduceMean", self, at, keepdim)
+        return reduce_along(op, "ReduceMean", self, at, keepdim)
     # ONNX Runtime's mean of nothing is 0, not NaN.
-    return op.Div(_reduce(op, "ReduceSum", self, at, keepdim), _count(op, self, at))
+    return op.Div(reduce_along(op, "ReduceSum", self, at, keepdim), _count(op, self, at))
 
 
 def _never_empty(value: ir.Value, at: int) -> bool:
@@ -83,13 +84,13 @@ def _count(op: Any, value: ir.Value, at: Sequence[int]) -> ir.Value:
 @register(aten.prod.default, promote="output")
 def prod(op: Any, self: ir.Value, dtype: torch.dtype | None = None) -> ir.Value:
     """prod(Tensor self, *, ScalarType? dtype=None) -> Tensor"""
-    return _reduce(op, "ReduceProd", self, axes(self, None), False) if rank(self) else self
+    return reduce_along(op, "ReduceProd", self, axes(self, None), False) if rank(self) else self
 
 
 @register(aten.prod.dim_int, promote="output")
 def prod_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False, dtype: torch.dtype | None = None) -> ir.Value:
     """prod.dim_int(Tensor self, int dim, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
-    return _reduce(op, "ReduceProd", self, axes(self, dim), keepdim) if rank(self) else self
+    return reduce_along(op, "ReduceProd", self, axes(self, dim), keepdim) if rank(self) else self
 
 
 @register(aten.cumsum.default, promote="output")
@@ -119,10 +120,10 @@ def count_nonzero(op: Any, self: ir.Value, dim: int | None = None) -> ir.Value:
 @register(aten.count_nonzero.dim_IntList, promote="bool")
 def count_nonzero_dim(op: Any, self: ir.Value, dim: Dims) -> ir.Value:
     """count_nonzero.dim_IntList(Tensor self, int[] dim) -> Tensor"""
-    return sum_dim(op, _typed(op.Cast(self, to=ir.DataType.INT64), self), dim)
+    return sum_dim(op, typed_like(op.Cast(self, to=ir.DataType.INT64), self), dim)
 
 
-def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
+def typed_like(value: ir.Value, like: ir.Value) -> ir.Value:
     """`value` with the shape of `like`, of which it is an elementwise function."""
     value.shape = like.shape
     return value
@@ -134,32 +135,33 @@ def _typed(value: ir.Value, like: ir.Value) -> ir.Value:
 def nan_at(op: Any, value: ir.Value) -> ir.Value | None:
     """1 where `value` is NaN, as bytes; None for integers. ONNX Runtime's vectorised extremes overlook NaN."""
     assert value.dtype is not None
-    return _typed(op.Cast(op.IsNaN(value), to=ir.DataType.UINT8), value) if value.dtype.is_floating_point() else None
+    return typed_like(op.Cast(op.IsNaN(value), to=ir.DataType.UINT8), value) if value.dtype.is_floating_point() else None
 
 
-def _extreme(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+def extreme(op: Any, kind: str, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
+    """The largest or smallest (`kind`: ReduceMax or ReduceMin) of `value` along axes; NaN where one is, as in PyTorch."""
     if rank(value) == 0:
         return value
     if value.dtype == ir.DataType.BOOL:
-        value = _typed(op.Cast(value, to=ir.DataType.UINT8), value)
-    found = _reduce(op, kind, value, at, keepdim)
+        value = typed_like(op.Cast(value, to=ir.DataType.UINT8), value)
+    found = reduce_along(op, kind, value, at, keepdim)
     nans = nan_at(op, value)
     if nans is None:
         return found
-    any_nan = op.Cast(_reduce(op, "ReduceMax", nans, at, keepdim), to=ir.DataType.BOOL)
+    any_nan = op.Cast(reduce_along(op, "ReduceMax", nans, at, keepdim), to=ir.DataType.BOOL)
     return op.Where(any_nan, scalar_like(op, math.nan, value), found)
 
 
 @register(aten.amax.default)
 def amax(op: Any, self: ir.Value, dim: Dims = (), keepdim: bool = False) -> ir.Value:
     """amax(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
-    return _extreme(op, "ReduceMax", self, axes(self, dim), keepdim)
+    return extreme(op, "ReduceMax", self, axes(self, dim), keepdim)
 
 
 @register(aten.amin.default)
 def amin(op: Any, self: ir.Value, dim: Dims = (), keepdim: bool = False) -> ir.Value:
     """amin(Tensor self, int[1] dim=[], bool keepdim=False) -> Tensor"""
-    return _extreme(op, "ReduceMin", self, axes(self, dim), keepdim)
+    return extreme(op, "ReduceMin", self, axes(self, dim), keepdim)
 
 
 @register(aten.max.default)
@@ -183,14 +185,14 @@ def aminmax(op: Any, self: ir.Value, dim: int | None = None, keepdim: bool = Fal
 def _arg(op: Any, kind: str, value: ir.Value, at: int) -> ir.Value:
     """The index of the first extreme along an axis, which is kept; NaN is one, as in PyTorch."""
     if value.dtype == ir.DataType.BOOL:
-        value = _typed(op.Cast(value, to=ir.DataType.INT32), value)
+        value = typed_like(op.Cast(value, to=ir.DataType.INT32), value)
     if value.dtype == ir.DataType.INT64:  # ONNX Runtime has no kernel; the first of equal elements leads in TopK as well
         return op.TopK(value, int64s(op, [1]), axis=at, largest=int(kind == "ArgMax"), _outputs=2)[1]
     found = getattr(op, kind)(value, axis=at, keepdims=1)
     nans = nan_at(op, value)
     if nans is None:
         return found
-    any_nan = op.Cast(_reduce(op, "ReduceMax", nans, [at], True), to=ir.DataType.BOOL)
+    any_nan = op.Cast(reduce_along(op, "ReduceMax", nans, [at], True), to=ir.DataType.BOOL)
     return op.Where(any_nan, op.ArgMax(nans, axis=at, keepdims=1), found)
 
 
@@ -268,8 +270,8 @@ def any_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -
     if rank(self) == 0:
         return self
     filled = all(_never_empty(self, i) for i in at)
-    bytes_ = _typed(op.Cast(self, to=ir.DataType.UINT8 if filled else ir.DataType.INT32), self)
-    return op.Cast(_reduce(op, "ReduceMax" if filled else "ReduceSum", bytes_, at, keepdim), to=ir.DataType.BOOL)
+    bytes_ = typed_like(op.Cast(self, to=ir.DataType.UINT8 if filled else ir.DataType.INT32), self)
+    return op.Cast(reduce_along(op, "ReduceMax" if filled else "ReduceSum", bytes_, at, keepdim), to=ir.DataType.BOOL)
 
 
 @register(aten.all.default, promote="bool")
@@ -287,7 +289,7 @@ def all_dim(op: Any, self: ir.Value, dim: int, keepdim: bool = False) -> ir.Valu
 @register(aten.all.dims, promote="bool")
 def all_dims(op: Any, self: ir.Value, dim: Dims = None, keepdim: bool = False) -> ir.Value:
     """all.dims(Tensor self, int[]? dim=None, bool keepdim=False) -> Tensor"""
-    return negated(op, any_dims(op, _typed(negated(op, self), self), dim, keepdim))
+    return negated(op, any_dims(op, typed_like(negated(op, self), self), dim, keepdim))
 
 
 # -- statistics and norms
@@ -303,13 +305,13 @@ def _variance(op: Any, value: ir.Value, dim: Dims, correction: Correction, keepd
     if at:
         first = op.Slice(value, int64s(op, [0] * len(at)), int64s(op, [1] * len(at)), int64s(op, at))
         if any(map(may_be_zero, [value.shape[i] for i in at])):  # type: ignore[index]
-            first = _reduce(op, "ReduceSum", first, at, True)  # of nothing it is 0
-        value = _typed(op.Sub(value, first), value)
+            first = reduce_along(op, "ReduceSum", first, at, True)  # of nothing it is 0
+        value = typed_like(op.Sub(value, first), value)
     mean = mean_dim(op, value, dim, True)
-    centred = _typed(op.Sub(value, mean), value)
+    centred = typed_like(op.Sub(value, mean), value)
     count = _count(op, value, at)
     freedom = op.Max(op.Sub(count, scalar_like(op, 1.0 if correction is None else correction, value)), scalar_like(op, 0.0, value))
-    return op.Div(_reduce(op, "ReduceSumSquare", centred, at, keepdim), freedom), op.Add(mean, first) if at else mean
+    return op.Div(reduce_along(op, "ReduceSumSquare", centred, at, keepdim), freedom), op.Add(mean, first) if at else mean
 
 
 @register(aten.var.correction)
@@ -342,61 +344,6 @@ def std_mean(op: Any, self: ir.Value, dim: Dims = None, correction: Correction =
     return op.Sqrt(variance), _with_mean(op, self, dim, mean, keepdim)
 
 
-@register(aten.linalg_vector_norm.default, promote="output")
-def linalg_vector_norm(
-    op: Any, self: ir.Value, ord: int | float = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> ir.Value:
-    """linalg_vector_norm(Tensor self, Scalar ord=2, int[1]? dim=None, bool keepdim=False, *, ScalarType? dtype=None) -> Tensor"""
-    at = axes(self, dim)
-    if isinstance(ord, ir.Value):
-        raise Unsupported("a norm of symbolic order")
-    if rank(self) == 0 and ord != 0:
-        return op.Abs(self)
-    if ord == 2:
-        return euclidean_norm(op, self, at, keepdim)
-    if ord == 1:
-        return sum_of_magnitudes(op, self, at, keepdim)
-    if ord == 0:
-        nonzero = negated(op, op.Equal(self, scalar_like(op, 0.0, self)))
-        return _reduce(op, "ReduceSum", _typed(op.Cast(nonzero, to=self.dtype), self), at, keepdim)
-    absolute = _typed(op.Abs(self), self)
-    if math.isinf(ord):
-        return _extreme(op, "ReduceMax" if ord > 0 else "ReduceMin", absolute, at, keepdim)
-    powers = _typed(op.Pow(absolute, scalar_like(op, ord, self)), self)
-    return op.Pow(_reduce(op, "ReduceSum", powers, at, keepdim), scalar_like(op, 1 / ord, self))
-
-
-def sum_of_magnitudes(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
-    """The 1-norm along axes. ReduceL1 of float64 has no kernel, and what ONNX Runtime writes for it ends the process where nothing is (1.19.2)."""
-    if value.dtype == ir.DataType.DOUBLE or _sums_faster(value, at):
-        return _reduce(op, "ReduceSum", _typed(op.Abs(value), value), at, keepdim)
-    return _reduce(op, "ReduceL1", value, at, keepdim)
-
-
-def euclidean_norm(op: Any, value: ir.Value, at: Sequence[int], keepdim: bool) -> ir.Value:
-    """The 2-norm along axes. ONNX writes ReduceL2 of float64, for which ORT's CPU provider has no kernel, with a root in float32 (opset 18)."""
-    if _sums_faster(value, at):
-        return op.Sqrt(_reduce(op, "ReduceSum", _typed(op.Mul(value, value), value), at, keepdim))
-    if value.dtype == ir.DataType.DOUBLE:
-        return op.Sqrt(_reduce(op, "ReduceSumSquare", value, at, keepdim))
-    return _reduce(op, "ReduceL2", value, at, keepdim)
-
-
-def _sums_faster(value: ir.Value, at: Sequence[int]) -> bool:
-    """Whether ONNX Runtime's ReduceSum is to add up what another node makes: it has loops of its own along some axes, other reductions have not.
-
-    A million numbers take it 0.2 to 0.5 ms with that node, ReduceL2 and ReduceL1 0.4 to 0.9 along rows, 0.7 to 6 along columns, where they add one
-    number to the next. Along all axes these take 0.1 ms, and the two nodes 0.3 (1.19.2 and 1.32.0, AMD EPYC of family 25).
-    """
-    return len(at) < rank(value) and value.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-
-
-@register(aten.dist.default, promote="output")
-def dist(op: Any, self: ir.Value, other: ir.Value, p: int | float = 2) -> ir.Value:
-    """dist(Tensor self, Tensor other, Scalar p=2) -> Tensor"""
-    return linalg_vector_norm(op, op.Sub(self, other), p)
-
-
 @register(aten.logsumexp.default, promote="output")
 def logsumexp(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False) -> ir.Value:
     """logsumexp(Tensor self, int[1] dim, bool keepdim=False) -> Tensor"""
@@ -404,9 +351,9 @@ def logsumexp(op: Any, self: ir.Value, dim: Dims, keepdim: bool = False) -> ir.V
         return self
     at = axes(self, dim)
     if not all(_never_empty(self, i) for i in at):
-        return _reduce(op, "ReduceLogSumExp", self, at, keepdim)
+        return reduce_along(op, "ReduceLogSumExp", self, at, keepdim)
     # ONNX Runtime's ReduceLogSumExp takes an infinite largest element off itself, which is NaN.
-    largest = _reduce(op, "ReduceMax", self, at, keepdim=True)
+    largest = reduce_along(op, "ReduceMax", self, at, keepdim=True)
     finite = op.Where(op.IsInf(largest), scalar_like(op, 0.0, largest), largest)
-    total = op.Add(op.Log(_reduce(op, "ReduceSum", exp(op, op.Sub(self, finite)), at, keepdim=True)), finite)
+    total = op.Add(op.Log(reduce_along(op, "ReduceSum", exp(op, op.Sub(self, finite)), at, keepdim=True)), finite)
     return total if keepdim else op.Squeeze(total, int64s(op, at))

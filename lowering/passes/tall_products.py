@@ -12,7 +12,7 @@ import math
 from torch import fx
 
 from ort_backend.lowering.fx_nodes import aten, call_beside, untransposed
-from ort_backend.lowering.kernels.kernel_choice import far_faster_in_pytorch
+from ort_backend.lowering.kernels.session_choice import far_faster_in_pytorch
 from ort_backend.lowering.ops.matmul import TALL_MM
 from ort_backend.lowering.passes.products import faster_product
 from ort_backend.lowering.symbolic import hint, may_be_zero

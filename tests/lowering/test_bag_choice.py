@@ -12,7 +12,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering.kernels import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice, session_choice
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="measured on the CPU")
@@ -63,9 +63,9 @@ def _check(module: torch.fx.GraphModule, target: torch._ops.OpOverload, dtype: t
     counts = dtype is torch.float32
     if of_ort.whole_graphs:
         assert (kernel_choice.faster_in_pytorch(node, of_ort) is not None) == (inside and counts)
-    assert kernel_choice.far_faster_in_pytorch(node, of_ort) == (between and counts)
+    assert session_choice.far_faster_in_pytorch(node, of_ort) == (between and counts)
     asked = dataclasses.replace(of_ort, kernels="onnxruntime")
-    assert kernel_choice.faster_in_pytorch(node, asked) is None and not kernel_choice.far_faster_in_pytorch(node, asked)
+    assert kernel_choice.faster_in_pytorch(node, asked) is None and not session_choice.far_faster_in_pytorch(node, asked)
 
 
 @single_session

@@ -12,7 +12,7 @@ from default_device import ON_CPU
 from ops.harness import trace
 from torch import fx, nn
 
-from ort_backend.lowering.kernels import dense_convolutions, kernel_choice
+from ort_backend.lowering.kernels import dense_convolutions, session_choice
 from ort_backend.runtime import capabilities
 
 aten = torch.ops.aten
@@ -68,9 +68,9 @@ def test_nothing_is_said_of_what_was_not_measured(settings: dict[str, Any]) -> N
 )
 def test_between_sessions_more_must_be_gained(settings: tuple[int, ...], chosen: bool) -> None:
     target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured", onednn=True)
-    assert kernel_choice.far_faster_in_pytorch(_nodes(*settings)[0], target) == chosen
+    assert session_choice.far_faster_in_pytorch(_nodes(*settings)[0], target) == chosen
     asked = dataclasses.replace(target, kernels="onnxruntime")
-    assert not kernel_choice.far_faster_in_pytorch(_nodes(*settings)[0], asked)
+    assert not session_choice.far_faster_in_pytorch(_nodes(*settings)[0], asked)
 
 
 def test_a_block_of_a_residual_network() -> None:

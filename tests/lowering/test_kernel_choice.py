@@ -14,7 +14,7 @@ from ops.harness import trace
 from torch import nn
 
 import ort_backend
-from ort_backend.lowering.kernels import dense_products, kernel_choice, operator_class
+from ort_backend.lowering.kernels import dense_products, kernel_choice, operator_class, session_choice
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="kernels that were measured there")
@@ -212,9 +212,9 @@ PLACES = torch.randint(0, 64, (1024, 32), generator=seeded(0))
 def test_between_sessions_by_how_much_is_gained(function: Any, elements: int, chosen: bool | list[bool]) -> None:
     target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured")
     nodes = [node for node in trace(function, [torch.ones(elements)] * 2).graph.nodes if node.op == "call_function"]
-    assert [kernel_choice.far_faster_in_pytorch(node, target) for node in nodes] == (chosen if isinstance(chosen, list) else [chosen])
+    assert [session_choice.far_faster_in_pytorch(node, target) for node in nodes] == (chosen if isinstance(chosen, list) else [chosen])
     asked = dataclasses.replace(target, kernels="onnxruntime")
-    assert not kernel_choice.far_faster_in_pytorch(nodes[0], asked)
+    assert not session_choice.far_faster_in_pytorch(nodes[0], asked)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_in_float64_between_sessions(function: Any, elements: int, dtype: torch.
     target = dataclasses.replace(capabilities.target("CPUExecutionProvider", 18), kernels="measured")
     tensors = [torch.ones(elements, dtype=dtype)] * (2 if function is torch.hypot else 1)
     (node,) = [node for node in trace(function, tensors).graph.nodes if node.op == "call_function"]
-    assert kernel_choice.far_faster_in_pytorch(node, target) == chosen
+    assert session_choice.far_faster_in_pytorch(node, target) == chosen
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_attention_between_sessions(length: int, width: int, causal: bool, slow_
         tensors = [torch.ones(1, 2, length, width, dtype=dtype)] * 3
         graph = trace(lambda q, k, v: attend(q, k, v, 0.0, causal)[0], tensors).graph
         (node,) = graph.find_nodes(op="call_function", target=attend)
-        assert kernel_choice.far_faster_in_pytorch(node, target) == (chosen and dtype is torch.float32)
+        assert session_choice.far_faster_in_pytorch(node, target) == (chosen and dtype is torch.float32)
 
 
 @single_session

@@ -12,7 +12,7 @@ from default_device import seeded
 from ops.harness import trace
 
 import ort_backend
-from ort_backend.lowering.kernels import kernel_choice
+from ort_backend.lowering.kernels import kernel_choice, session_choice
 from ort_backend.runtime import capabilities
 
 pytestmark = pytest.mark.cpu_only(reason="PyTorch's loop for the CPU")
@@ -33,9 +33,9 @@ def test_choice(batch: int, rows: int, depth: int, columns: int, inside: bool, b
         (node,) = trace(torch.bmm, tensors).graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
         if counts and target.whole_graphs:
             assert (kernel_choice.faster_in_pytorch(node, target) is not None) == inside
-        assert kernel_choice.far_faster_in_pytorch(node, target) == (between and counts)
+        assert session_choice.far_faster_in_pytorch(node, target) == (between and counts)
         asked = dataclasses.replace(target, kernels="onnxruntime")
-        assert kernel_choice.faster_in_pytorch(node, asked) is None and not kernel_choice.far_faster_in_pytorch(node, asked)
+        assert kernel_choice.faster_in_pytorch(node, asked) is None and not session_choice.far_faster_in_pytorch(node, asked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
