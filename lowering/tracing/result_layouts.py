@@ -24,8 +24,10 @@ def decompositions(others: Mapping[torch._ops.OpOverload, Decomposition]) -> dic
     rules: dict[torch._ops.OpOverload, Decomposition] = {
         **dict.fromkeys(_BATCH_NORMS, _normalized),
         aten.log_sigmoid_forward.default: _from_contiguous,
+        aten.angle.default: _angle,
         aten.roll.default: _rolled,
         aten.channel_shuffle.default: _in_order_of_pictures,
+        aten.max_unpool2d.default: _in_order_of_pictures,
     }
     return {op: functools.partial(_or_else, functools.partial(rule, op), others.get(op)) for op, rule in rules.items()}
 
@@ -57,12 +59,16 @@ def _from_contiguous(op: Decomposition, self: torch.Tensor) -> Any:
     return NotImplemented if is_contiguous_or_false(self) else op(self.contiguous())
 
 
+def _angle(op: Decomposition, self: torch.Tensor) -> Any:
+    return _from_contiguous(op, self) if self.is_complex() else NotImplemented
+
+
 def _rolled(op: Decomposition, self: torch.Tensor, shifts: Any, dims: Sequence[int] = ()) -> Any:
     return _in_order_of_pictures(op, self, shifts, dims) if dims else NotImplemented
 
 
 def _in_order_of_pictures(op: Decomposition, self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `torch.cat` lays out what it joins: pictures in `channels_last` stay so."""
+    """Pictures in `channels_last` stay so, as where `torch.cat` joins them."""
     order = suggest_memory_format(self)
     if order == torch.contiguous_format:
         return NotImplemented

@@ -112,6 +112,8 @@ LAID_OUT: dict[str, Any] = {
     "roll": lambda x: F.dropout(x.roll((1, 1), (0, -1)), 0.5),
     "roll_flat": lambda x: F.dropout(x.roll(3), 0.5),
     "shuffle": lambda x: F.dropout(F.channel_shuffle(x, 2) if x.dim() == 4 else x, 0.5),
+    "angle": lambda x: F.dropout(torch.complex(x, x * 2).angle(), 0.5),
+    "unpool": lambda x: F.dropout(F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape) if x.dim() == 4 else x, 0.5),
     "dropout_in_place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
     "bernoulli_in_place": lambda x: x * torch.zeros_like(x).bernoulli_(0.5),
     "bernoulli": lambda x: x * torch.bernoulli(x.detach(), 0.5) + x.detach().bernoulli(p=0.3),
