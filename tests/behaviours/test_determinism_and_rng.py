@@ -114,6 +114,19 @@ LAID_OUT: dict[str, Any] = {
     "shuffle": lambda x: F.dropout(F.channel_shuffle(x, 2) if x.dim() == 4 else x, 0.5),
     "angle": lambda x: F.dropout(torch.complex(x, x * 2).angle(), 0.5),
     "unpool": lambda x: F.dropout(F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape) if x.dim() == 4 else x, 0.5),
+    "power": lambda x: F.dropout(2**x, 0.5) + F.dropout(torch.ldexp(x[:1, :1], x), 0.5),
+    "logaddexp": lambda x: F.dropout(torch.logaddexp(x[:1, :1], x), 0.5) + F.dropout(torch.logaddexp2(x[0], x), 0.5),
+    "heaviside": lambda x: x * F.dropout(torch.heaviside(x[0].detach(), x.detach()), 0.5),
+    "logical_or": lambda x: x * F.dropout(torch.logical_or(x[:1, :1].detach(), x.detach().relu()).float(), 0.5),
+    "logical_and": lambda x: x * F.dropout(torch.logical_and(x[:1, :1].detach(), x.detach().relu()).float(), 0.5),
+    "logical_xor": lambda x: x * F.dropout(torch.logical_xor(x[:1, :1].detach(), x.detach().relu()).float(), 0.5),
+    "xlogy": lambda x: F.dropout(torch.xlogy(x, 2 + x.square().contiguous()), 0.5),
+    "xlog1py": lambda x: F.dropout(torch.special.xlog1py(x.contiguous(), x.square()), 0.5),
+    "copysign": lambda x: F.dropout(x.copysign(x[0]), 0.5) + F.dropout(x.contiguous().copysign(x), 0.5),
+    "floor": lambda x: x * F.dropout(x.detach() // (x[0].detach().abs() + 1), 0.5),
+    "rounded": lambda x: x + F.dropout(x.contiguous().div(x.abs() + 1, rounding_mode="floor"), 0.5),
+    "complex": lambda x: F.dropout(torch.complex(x[:1, :1].expand_as(x), x).real, 0.5),
+    "entropy": lambda x: F.dropout(F.binary_cross_entropy(x.sigmoid(), x.contiguous().sigmoid(), reduction="none"), 0.5),
     "dropout_in_place": lambda x: F.dropout(x * 1, 0.5, inplace=True),
     "bernoulli_in_place": lambda x: x * torch.zeros_like(x).bernoulli_(0.5),
     "bernoulli": lambda x: x * torch.bernoulli(x.detach(), 0.5) + x.detach().bernoulli(p=0.3),
@@ -130,6 +143,29 @@ def test_draws_are_for_the_elements_of_eager(kind: str) -> None:
     for x in layouts:
         same_as_eager(LAID_OUT[kind], call(x.requires_grad_()), graphs=1)
         torch._dynamo.reset()
+
+
+# Likewise, of draws that PyTorch makes in the midst of the graph.
+DEPENDENT_AND_LAID_OUT: dict[str, Any] = {
+    "rrelu": lambda x: F.dropout(F.rrelu(x, training=True), 0.5),
+    "evaluated_rrelu": lambda x: F.dropout(F.rrelu(x), 0.5),
+    "normal": lambda x: x * F.dropout(torch.normal(x.detach(), x.detach().abs()), 0.5),
+    "normal_of_number": lambda x: x * F.dropout(torch.normal(0.5, x.detach().abs()) + torch.normal(x.detach(), 0.5), 0.5),
+}
+
+
+@pytest.mark.cpu_only(reason="PyTorch's kernels of CUDA lay out other results")
+@pytest.mark.parametrize("kind", DEPENDENT_AND_LAID_OUT)
+def test_draws_behind_dependent_draws_are_for_the_elements_of_eager(kind: str) -> None:
+    x = torch.randn(3, 6, 4).transpose(1, 2).requires_grad_()
+    same_as_eager(DEPENDENT_AND_LAID_OUT[kind], call(x), graphs=1, python_ops=None)
+
+
+@pytest.mark.cpu_only(reason="PyTorch's kernels of CUDA lay out other results")
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "constant"])
+def test_draws_for_padded_volumes_are_for_the_elements_of_eager(mode: str) -> None:
+    x = torch.randn(2, 3, 4, 3, 5).to(memory_format=torch.channels_last_3d).requires_grad_()
+    same_as_eager(lambda x: F.dropout(F.pad(x, (1, 1, 2, 0, 1, 1), mode=mode), 0.5), call(x), graphs=1)
 
 
 @pytest.mark.parametrize("train", [True, False])

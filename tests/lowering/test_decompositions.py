@@ -22,7 +22,7 @@ def test_what_has_a_lowering_stays_whole() -> None:
 
 def test_nothing_random_is_decomposed() -> None:
     random = (aten.native_dropout, aten.bernoulli, aten.exponential, aten.uniform, aten.normal_functional, aten.rrelu_with_noise_functional)
-    table = decompositions.table()
+    table = decompositions.table().keys() - result_layouts.decompositions({}).keys()  # these only lay out what is drawn for
     assert not [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     assert not [op for packet in random for op in (getattr(packet, name) for name in packet.overloads()) if op in table]
 
