@@ -19,6 +19,7 @@ from torch._prims_common import (
     is_contiguous_or_false,
     suggest_memory_format,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 
@@ -34,6 +35,7 @@ def decompositions(others: Mapping[torch._ops.OpOverload, Decomposition]) -> dic
         **dict.fromkeys(_IN_ORDER_OF_PICTURES, _in_order_of_pictures),
         aten.angle.default: _angle,
         aten.binary_cross_entropy.default: _cross_entropy,
+        aten.convolution.default: _convolved,
         aten.ldexp.Tensor: _power,
         aten.roll.default: _rolled,
     }
@@ -103,6 +105,23 @@ def _elementwise(op: Decomposition, *args: Any, **kwargs: Any) -> Any:
 
 def _cross_entropy(op: Decomposition, self: Any, target: Any, weight: Any = None, reduction: int = 1) -> Any:
     return NotImplemented if reduction else _elementwise(op, self, target, weight, reduction)
+
+
+def _convolved(op: Decomposition, self: torch.Tensor, *args: Any) -> Any:
+    """oneDNN lays volumes out as `channels_last_3d`; the fake kernel asks whether it is enabled, which it is not during the trace (`lstm_as_steps`).
+
+    Fake results are kept, in torch 2.13 without regard to that.
+    """
+    if self.dim() != 5 or torch._C._get_mkldnn_enabled() or not isinstance(self, FakeTensor):
+        return NotImplemented
+    keeps = self.fake_mode.cache_enabled
+    torch._C._set_mkldnn_enabled(True)
+    self.fake_mode.cache_enabled = False
+    try:
+        return op(self, *args)
+    finally:
+        torch._C._set_mkldnn_enabled(False)
+        self.fake_mode.cache_enabled = keeps
 
 
 def _power(op: Decomposition, self: torch.Tensor, other: torch.Tensor) -> Any:

@@ -168,6 +168,15 @@ def test_draws_for_padded_volumes_are_for_the_elements_of_eager(mode: str) -> No
     same_as_eager(lambda x: F.dropout(F.pad(x, (1, 1, 2, 0, 1, 1), mode=mode), 0.5), call(x), graphs=1)
 
 
+@pytest.mark.cpu_only(reason="PyTorch's kernels of CUDA lay out other results")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_draws_for_convolved_volumes_are_for_the_elements_of_eager(transposed: bool, layout: torch.memory_format) -> None:
+    convolution = nn.ConvTranspose3d(2, 8, 2, 2) if transposed else nn.Conv3d(2, 8, 3, padding=1, padding_mode="replicate")
+    model = nn.Sequential(nn.Dropout3d(0.2), convolution, nn.Dropout(0.3)).to(memory_format=torch.channels_last_3d)
+    same_as_eager(model, call(torch.randn(2, 2, 5, 6, 7).to(memory_format=layout).requires_grad_()), graphs=1)
+
+
 @pytest.mark.parametrize("train", [True, False])
 def test_a_draw_is_a_result(train: bool) -> None:
     """Nothing of the graph computes with it."""
