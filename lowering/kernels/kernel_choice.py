@@ -109,6 +109,9 @@ _LARGEST = 15_000_000
 # their shape: 32 shapes of images took 1.1 to 2.9 times oneDNN's time from there on, apart from some gradients of 1 x 1, patches and transposed ones
 # (0.85 to 0.9), below 0.1 to 1.4 (AMD EPYC of family 26).
 _MANY = 2e7
+# Of windows of several pixels and channels: 1.04 to 1.8 of oneDNN's time from there on, before 0.56 and 0.8; those of single pixels, or of pictures
+# with three channels, 0.7 to 0.9 (13 shapes, forward and backward; AMD EPYC of family 25, model 17).
+_MANY_OF_WINDOWS, _CHANNELS = 7e6, 8
 _ONEDNN_BFLOAT16 = 1.6  # the median
 
 # Channels and elements from which on a max pooling goes to PyTorch for its positions (`faster_calls`): 0.15 to 0.55 of ONNX Runtime's time.
@@ -219,11 +222,20 @@ def measured_ratio(node: fx.Node, size: int, dtype: torch.dtype, target: OrtTarg
     if dtype is torch.bfloat16 and node.target in _PRODUCTS and not target.bfloat16_products:
         return None
     if dtype is torch.bfloat16 and (multiplications := dense_multiplications(node)) is not None:
-        return _ONEDNN_BFLOAT16 if multiplications >= _MANY else None
+        return _ONEDNN_BFLOAT16 if multiplications >= (_MANY_OF_WINDOWS if _has_wide_windows(node) else _MANY) else None
     if dtype is torch.float32 and not target.mkl and node.target in _ROWS_OF and size <= _normalized(node):
         return None
     key = table_key(node, dtype)
     return ratio_of(key, size, intel_kernels.FASTER_IN_PYTORCH) if target.mkl and key in intel_kernels.FASTER_IN_PYTORCH else ratio_of(key, size)
+
+
+def _has_wide_windows(node: fx.Node) -> bool:
+    """Whether a convolution's windows have several pixels, of several channels."""
+    one = convolution_of(node)
+    if one is None or one.transposed:
+        return False
+    _, channels, *window = map(hint, one.weight.shape)
+    return channels >= _CHANNELS and math.prod(window) > 1
 
 
 def _normalized(node: fx.Node) -> int:

@@ -48,14 +48,16 @@ def test_large_tensors_and_many_nodes(node: fx.Node, is_pytorchs: bool) -> None:
     assert (faster_on_device(node) is not None) is is_pytorchs
 
 
-@pytest.mark.parametrize(("device", "count"), [("cpu", 1), ("meta", 0)])
-def test_nothing_is_computed_again_on_a_device_unless_it_is_asked_for(device: str, count: int) -> None:
+@pytest.mark.parametrize(("device", "dtype", "count"), [("cpu", FLOAT, 1), ("cpu", HALF, 0), ("meta", FLOAT, 0)])
+def test_nothing_is_computed_again_on_a_device_nor_exponentials_in_half_precision_unless_asked_for(
+    device: str, dtype: torch.dtype, count: int
+) -> None:
     graph = fx.Graph()
     x, tangent = graph.placeholder("x"), graph.placeholder("tangents_1")
     gelu = graph.call_function(aten.gelu.default, (x,))
     result = graph.call_function(aten.cos.default, (gelu,))
     gradient = graph.call_function(aten.gelu_backward.default, (graph.call_function(aten.mul.Tensor, (tangent, gelu)), x))
     for node in graph.nodes:
-        node.meta["val"] = torch.empty(1024, 1024, device=device)
+        node.meta["val"] = torch.empty(2048, 1024, dtype=dtype, device=device)
     graph.output([result, gradient])
     assert cheap_again(graph, {x, gelu, result}, [result]) == {gelu.name for _ in range(count)}

@@ -132,7 +132,10 @@ def test_classes_of_convolutions(layer: nn.Module, shape: tuple[int, ...], expec
     "layer, shape, chosen",
     [
         (nn.Conv2d(64, 64, 3, padding=1), (1, 64, 32, 32), True),  # 38 million multiplications
-        (nn.Conv2d(64, 64, 3, padding=1), (1, 64, 16, 16), False),  # 9 million
+        (nn.Conv2d(32, 3, 3, padding=1), (2, 32, 64, 64), True),  # 7 million
+        (nn.Conv2d(3, 32, 3, padding=1), (2, 3, 64, 64), False),  # as many
+        (nn.Conv2d(32, 32, 1), (2, 32, 64, 64), False),  # 8 million
+        (nn.Conv2d(64, 64, 3, padding=1), (1, 64, 12, 12), False),  # 5 million
         (nn.Conv2d(64, 128, 1, stride=2), (4, 64, 64, 64), True),
         (nn.ConvTranspose2d(64, 64, 2, stride=2), (2, 64, 32, 32), True),
         (nn.Conv2d(128, 128, 3, padding=1, groups=2), (4, 128, 32, 32), False),
