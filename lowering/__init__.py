@@ -8,6 +8,6 @@ PyTorch (`python_op`). Beside it lie what lowerings are written with (`axes`, `c
     splitting         where a graph divides: forward and backward, sessions and eager PyTorch
     passes            over FX graphs and ONNX graphs, one file each
     kernels           which kernel runs an operator, ONNX Runtime's or PyTorch's
-    calls_on_device   calls of PyTorch in a graph for a CUDA device
+    calls_on_device   calls of PyTorch in a graph for a CUDA device, and in half precision on the CPU
     fast_loops        finished graphs, for the loops of ONNX Runtime's CPU kernels
 """

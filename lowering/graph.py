@@ -19,6 +19,7 @@ from ort_backend.lowering.border import Border
 from ort_backend.lowering.builder import Builder
 from ort_backend.lowering.calls import Calls
 from ort_backend.lowering.calls_on_device.device_calls import rewrite_calls
+from ort_backend.lowering.calls_on_device.half_calls import merge_half_calls
 from ort_backend.lowering.complex_numbers import Complex, from_pairs, has_complex, is_complex
 from ort_backend.lowering.constants import constant
 from ort_backend.lowering.dtypes import carried, carrier
@@ -154,10 +155,11 @@ class GraphLowering(Border):
         casts, outside = give_casts_away(self.op, self.graph, self.target, self._builder.hints)
         self.python_calls += casts
         self.outside += outside
-        merged = 0
         if self.target.merges_calls:
             self.python_calls, of_calls, merged = rewrite_calls(self.graph, self.python_calls, self.target)
             self.outside += of_calls
+        else:
+            self.python_calls, merged = merge_half_calls(self.graph, self.python_calls, self.target)
         drop_unread_constants(self.graph)
         for node in self.graph:  # a user's lowering may write operators of a domain of its own
             self.graph.opset_imports.setdefault(node.domain, node.version or 1)
