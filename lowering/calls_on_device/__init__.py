@@ -1,1 +1,1 @@
-"""Calls of PyTorch in a graph for a CUDA device: fewer of them, with less between them."""
+"""Calls of PyTorch in a graph for a CUDA device, and in half precision on the CPU: fewer of them, with less between them."""

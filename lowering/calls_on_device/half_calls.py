@@ -29,10 +29,8 @@ def merge_half_calls(graph: ir.Graph, calls: Sequence[PythonCall], target: OrtTa
     Returns:
         The callables of the nodes that there are now, and how many nodes less make the same calls.
     """
-    if target.device_type != "cpu" or target.call_type != ATEN:
-        return list(calls), 0
     half = [call for call in calls if _is_in_half_precision(call)]
-    if len(half) < 2:
+    if target.device_type != "cpu" or target.call_type != ATEN or len(half) < 2:
         return list(calls), 0
     merged = merge_calls(graph, half, {}, _LARGEST)
     chosen = set(map(id, half))

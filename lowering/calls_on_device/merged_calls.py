@@ -1,4 +1,4 @@
-"""Calls of PyTorch on a CUDA device that follow one another become one node, whose code is written for them.
+"""Calls of PyTorch that follow one another become one node, whose code is written for them: on a CUDA device, and some on the CPU (`half_calls`).
 
 ONNX Runtime takes 40 to 60 microseconds of the host's time on each side of such a node, as its tensors become Python's and back (a machine with an
 H100, 2026-11): as much as the kernel that it starts. A step of GPT-2 small had 161 of them, and waited for the host.

@@ -109,8 +109,8 @@ _LARGEST = 15_000_000
 # their shape: 32 shapes of images took 1.1 to 2.9 times oneDNN's time from there on, apart from some gradients of 1 x 1, patches and transposed ones
 # (0.85 to 0.9), below 0.1 to 1.4 (AMD EPYC of family 26).
 _MANY = 2e7
-# Of windows of several pixels and channels: 1.04 to 1.8 of oneDNN's time from there on, before 0.56 and 0.8; those of single pixels, or of pictures
-# with three channels, 0.7 to 0.9 (13 shapes, forward and backward; AMD EPYC of family 25, model 17).
+# Of windows of several pixels and channels: 1.04 to 1.8 of oneDNN's time from there on, 0.56 at 2.4 million; single pixels, and pictures with three
+# channels, 0.7 to 0.9 (13 shapes, forward and backward; AMD EPYC of family 25, model 17).
 _MANY_OF_WINDOWS, _CHANNELS = 7e6, 8
 _ONEDNN_BFLOAT16 = 1.6  # the median
 

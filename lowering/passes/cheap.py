@@ -26,7 +26,7 @@ _CHEAP = {
 }  # fmt: skip
 
 # With exponentials for each element, which in half precision take as long as in float32 where products and convolutions take half: a step of the
-# suite's U-Net in bfloat16 took 1.03 of the time with its SiLUs computed again (medians of three runs; AMD EPYC of family 25, model 17).
+# suite's U-Net in bfloat16 took 1.02 of the time with its SiLUs computed again (medians of three runs; AMD EPYC of family 25, model 17).
 _NOT_IN_HALF = {aten.gelu.default, aten.silu.default}
 
 # In ONNX Runtime these lie in the memory of their argument.
